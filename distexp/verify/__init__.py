@@ -7,13 +7,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
+import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from omegaconf import DictConfig
 from rich.console import Console
@@ -33,11 +33,14 @@ from distexp.runs.run_dir import AGENT_ERROR, OPERATORS_LOG, PROOF
 from distexp.system import files
 from distexp.system.processes import end_tree, start_module
 from distexp.tables.columns import print_plain
-from distexp.verify.phases import PlannedVariant, as_json, labels_of, plan_variant
+from distexp.verify.phases import SETTINGS, PlannedVariant, RunSettings, as_json, labels_of, plan_variant
 from distexp.worker.preload import own_modules
 
+if TYPE_CHECKING:
+    from distexp.verify.watching import NoWatch, Watch
+
 EQUAL, DIFFERENT, NOT_COMPARABLE = "equal", "different", "not comparable"
-LOG = "workers.log"
+JOB, LOG = "job.json", "workers.log"
 GRACE_S = 1.0
 MIN_WIDTH = 100  # columns of a table that is not in a terminal
 COLUMNS = {
@@ -57,14 +60,59 @@ def run_verify(cells: Sequence[Cell], master: DictConfig, make: MakeCell) -> Non
     with locked_sweep_dir(master, len(cells)) as found:
         sweep_dir = found.absolute()
         results = verify_cells(cells, make, sweep_dir, quick=section.quick, timeout_s=section.timeout_s)
-    if section.output == "json":
+    conclude(results, str(sweep_dir / ("0" if len(cells) == 1 else "*")), as_json=section.output == "json")
+
+
+def conclude(results: Sequence[dict[str, Any]], proof: str, *, as_json: bool) -> None:
+    """Print the results. Raise SweepFailedError if one differs, else ConfigError if one cannot be compared."""
+    if as_json:
         print(json.dumps(results, indent=2))
     else:
-        print_results(results, sweep_dir)
+        print_results(results, proof)
     if any(result["status"] == DIFFERENT for result in results):
         raise SweepFailedError
     if wrong := [result for result in results if result["status"] != EQUAL]:
         raise ConfigError([f"{result['label']} cannot be compared: {reason_of(result)}" for result in wrong])
+
+
+RECORDING_VARIABLE = "DISTEXP_VERIFY"
+"""Environment variable with the folder to which ``watch`` records. Without it, it does nothing."""
+
+
+def watch(model: Any, optimizer: Any, *, precision: str = "fp32") -> Watch | NoWatch:
+    """Record the training of a script, until ``end()`` of the result is called, if DISTEXP_VERIFY names a folder.
+
+    All ranks call both. The model is the one that the script calls, with the wrapper of DDP. A step is a call of
+    ``optimizer.step()``. Raise ConfigError if the optimizer is not one of torch.
+    """
+    from distexp.verify.watching import NoWatch, Watch
+
+    folder = os.environ.get(RECORDING_VARIABLE)
+    return Watch(model, optimizer, Path(folder).absolute(), precision) if folder else NoWatch()
+
+
+def compare_recordings(reference: Path, variant: Path, *, as_json: bool) -> None:
+    """Compare the recordings of a script, of one process and of several, and print the result.
+
+    Raise SweepFailedError if they differ, and ConfigError if they cannot be compared.
+    """
+    for folder in (reference, variant):
+        if not (folder / SETTINGS).is_file():
+            raise ConfigError(f"{folder} has no recording: run your script with {RECORDING_VARIABLE}={folder}")
+    (variant / PROOF).unlink(missing_ok=True)
+    directories = {"reference": str(reference), "noise": str(reference), "variant": str(variant)}
+    settings, label = RunSettings.read(variant), variant.name
+    phase = {"name": "script", "adds": f"recorded on {settings.world_size} workers", "directories": directories}
+    header = {"label": label, "workers": settings.world_size, "precision": settings.precision}
+    header |= {"versions": {"distexp": __version__, **library_versions()}, "reference": reference.name}
+    planned = {"directory": str(variant), "skipped": {}, "header": header, "phases": [phase]}
+    nothing: dict[str, Any] = {"environments": [], "runs": []}
+    job = {"modules": [], "device": "cpu", "timeout_s": 0.0, "groups": [nothing, nothing], "variants": [planned]}
+    files.write_json(variant / JOB, job)
+    started = time.monotonic()
+    with (variant / LOG).open("w") as log:
+        run_workers(variant, os.environ, log)
+    conclude([read_result(label, variant, variant, time.monotonic() - started)], str(variant), as_json=as_json)
 
 
 def check_cells(cells: Sequence[Cell]) -> None:
@@ -102,19 +150,24 @@ def verify_cells(
     write_job(variants, sweep_dir, timeout_s)
     with progress(variants), (sweep_dir / LOG).open("w") as log:
         environment = environments_of(variants[0])[0]
-        process = start_module("distexp.verify.workers", str(sweep_dir), env=environment, output=log)
-        try:
-            process.wait()
-        except KeyboardInterrupt:
-            raise SweepInterrupted("interrupted: nothing was compared") from None
-        finally:
-            end_tree(process, GRACE_S)
+        run_workers(sweep_dir, environment, log)
     return [
-        read_result(planned[number], process, sweep_dir, time.monotonic() - started)
+        read_result(planned[number].label, planned[number].directory, sweep_dir, time.monotonic() - started)
         if number in planned
         else {"label": labels[number], "status": NOT_COMPARABLE, "reasons": cell.errors, "phases": []}
         for number, cell in enumerate(cells)
     ]
+
+
+def run_workers(folder: Path, environment: Mapping[str, str], log: TextIO) -> None:
+    """Start the process that trains and compares what the job of a folder lists, and wait for it."""
+    process = start_module("distexp.verify.workers", str(folder), env=environment, output=log)
+    try:
+        process.wait()
+    except KeyboardInterrupt:
+        raise SweepInterrupted("interrupted: nothing was compared") from None
+    finally:
+        end_tree(process, GRACE_S)
 
 
 def build_operators(variant: PlannedVariant) -> None:
@@ -162,7 +215,7 @@ def write_job(variants: Sequence[PlannedVariant], sweep_dir: Path, timeout_s: fl
         "groups": groups,
         "variants": [as_json(variant) | {"header": header_of(variant)} for variant in variants],
     }
-    files.write_json(sweep_dir / "job.json", job)
+    files.write_json(sweep_dir / JOB, job)
 
 
 def header_of(variant: PlannedVariant) -> dict[str, Any]:
@@ -196,15 +249,13 @@ def progress(variants: Sequence[PlannedVariant]) -> Iterator[None]:
         yield
 
 
-def read_result(
-    variant: PlannedVariant, process: subprocess.Popen[bytes], sweep_dir: Path, seconds: float
-) -> dict[str, Any]:
+def read_result(label: str, directory: Path, sweep_dir: Path, seconds: float) -> dict[str, Any]:
     """Return the result of a variant, which stays in its directory as the proof."""
-    path = variant.directory / PROOF
+    path = directory / PROOF
     if not path.exists():
         lines = (sweep_dir / LOG).read_text(errors="replace").strip().splitlines()
-        reason = lines[-1] if lines else f"its process ended with code {process.returncode}"
-        return {"label": variant.label, "status": NOT_COMPARABLE, "reasons": [reason], "phases": []}
+        reason = lines[-1] if lines else f"the process that compares was ended, see {sweep_dir / LOG}"
+        return {"label": label, "status": NOT_COMPARABLE, "reasons": [reason], "phases": []}
     result: dict[str, Any] = files.read_json(path)
     result |= {"seconds": round(seconds, 1), "proof": str(path)}
     files.write_json(path, result)
@@ -218,7 +269,7 @@ def reason_of(result: dict[str, Any]) -> str:
     return f"{reasons[0]}{more}"
 
 
-def print_results(results: Sequence[dict[str, Any]], sweep_dir: Path) -> None:
+def print_results(results: Sequence[dict[str, Any]], proof: str) -> None:
     """Print the phases of one variant, or a line for each of several."""
     console = Console()
     console = Console(width=max(MIN_WIDTH, console.width))
@@ -229,7 +280,7 @@ def print_results(results: Sequence[dict[str, Any]], sweep_dir: Path) -> None:
     for result in results:
         for line in verdict_lines(result, single=len(results) == 1):
             print_plain(console, line)
-    print_plain(console, f"proof: {sweep_dir}/{'0' if len(results) == 1 else '*'}/{PROOF}")
+    print_plain(console, f"proof: {proof}/{PROOF}")
 
 
 def phase_table(result: dict[str, Any]) -> Table:

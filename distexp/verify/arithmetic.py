@@ -1,6 +1,7 @@
 """Arithmetic of recorded tensors: distances, norms, an update of the optimizer, and fits."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import isnan
 from typing import Any
@@ -8,14 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+EPS = 2.0**-23  # relative distance of two numbers in fp32
 Tensors = dict[str, Tensor]  # by the name of the parameter or the buffer before the model was distributed
 
 
-def distance(left: Tensor, right: Tensor) -> float:
-    """Return the largest difference between two tensors; infinite for other shapes, or if one is not a number."""
+def distance(left: Tensor, right: Tensor, order: float = float("inf")) -> float:
+    """Return the norm of a difference of tensors, by default the largest; infinite for other shapes or NaN."""
     if left.shape != right.shape:
         return float("inf")
-    found = (left - right).abs().max().item() if left.numel() else 0.0
+    found = float(torch.linalg.vector_norm(left - right, order)) if left.numel() else 0.0
     return found if not isnan(found) else float("inf")
 
 
@@ -46,6 +48,8 @@ def by_parameter(groups: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, 
 def updated(weight: Tensor, gradient: Tensor, states: Tensors, group: Mapping[str, Any], step: int) -> Tensor:
     """Return a weight after an update by AdamW or SGD."""
     rate, decay = group["lr"], group.get("weight_decay", 0.0)
+    if not group.get("decoupled_weight_decay", True) and "betas" in group:  # as Adam does
+        gradient, decay = gradient + decay * weight, 0.0
     if "betas" not in group or "eps" not in group:
         direction = gradient + decay * weight
         if momentum := group.get("momentum", 0.0):
@@ -91,29 +95,90 @@ def scale_of(found: Tensor, right: Tensor) -> float:
     return float(left @ other / (other @ other).clamp(min=1e-60))
 
 
-def explain_update(
-    wrong: Sequence[str],
-    *,
-    before: Mapping[str, Any],
-    after: Mapping[str, Any],
-    expected: Tensors,
-    changes: Tensors,
-    groups: Mapping[str, Mapping[str, Any]],
-) -> dict[str, Any]:
-    """Return what a wrong update is made of: multiples of the right one, of the gradient and of the weight."""
-    change, right = flat(changes, wrong), flat(expected, wrong)
-    moved = largest(change) > 1e-3 * largest(right)
-    detail = {"skipped": not moved, "ratio": float(change @ right / (right @ right).clamp(min=1e-60))}
-    trained = [name for name in wrong if name in after["gradients"] and groups.get(name, {}).get("lr")]
-    if trained and "betas" not in groups[trained[0]] and not groups[trained[0]].get("momentum"):
-        rates = {name: groups[name]["lr"] for name in trained}
-        columns = [
-            torch.cat([-rates[name] * source[name].flatten().double() for name in trained])
-            for source in (after["gradients"], before["weights"])
-        ]
-        solution, residual = least_squares(columns, flat(changes, trained))
+WRONG_FORMULAS = {
+    "old_norm": "the gradients are clipped by the norm of the step before",
+    "decay_in_gradient": "the weight decay is added to the gradient (as Adam does), not to the weight (as AdamW does)",
+    "no_decay": "there is no weight decay",
+    "no_bias_correction": "the averages of AdamW are used without bias correction",
+    "no_states": "the optimizer states of earlier steps are not used",
+    "not_clipped": "",  # explained by the norm
+}
+"""Wrong formulas of an update that are tried, with what they mean."""
+
+
+def share_of_zeros(found: Tensor, right: Tensor, bound: float) -> float:
+    """Return the share of the values that are wrongly 0; 0 if others are wrong too."""
+    zero = (found == 0) & (right != 0)
+    return float(zero.double().mean()) if largest((found - right)[~zero]) <= bound * largest(right) else 0.0
+
+
+@dataclass(frozen=True)
+class Update:
+    """What the update of a parameter is computed from, and what it became."""
+
+    old: Tensor
+    new: Tensor
+    gradient: Tensor | None  # before clipping
+    factor: float  # by which the gradient is clipped
+    states: Tensors  # before the update
+    group: Mapping[str, Any]
+    step: int  # from 1
+
+    def expected(self) -> Tensor:
+        """Return the right new weight."""
+        if self.gradient is None:
+            return self.old
+        return updated(self.old, self.gradient * self.factor, self.states, self.group, self.step)
+
+    def wrong_formulas(self, old_factor: float) -> dict[str, Tensor]:
+        """Return the new weight by common wrong formulas. The other factor is that of the step before."""
+        if self.gradient is None:
+            return {}
+        decay = self.group.get("weight_decay", 0.0)
+        bare = replace(self, group={**self.group, "weight_decay": 0.0})
+        found = {
+            "not_clipped": replace(self, factor=1.0),
+            "old_norm": replace(self, factor=old_factor),
+            "no_decay": bare,
+            "decay_in_gradient": replace(bare, gradient=self.gradient + decay / self.factor * self.old),
+            "no_bias_correction": replace(self, step=10**6),
+            "no_states": replace(self, states={}, step=1),
+        }
+        return {name: each.expected() for name, each in found.items()}
+
+
+def explain_update(updates: Mapping[str, Update], old_factor: float, bound: float) -> dict[str, Any]:
+    """Return what wrong updates are made of: multiples of the right ones, of the gradients and of the weights."""
+    changes = {name: each.new - each.old for name, each in updates.items()}
+    expected = {name: each.expected() - each.old for name, each in updates.items()}
+    change, right = flat(changes, list(updates)), flat(expected, list(updates))
+    detail: dict[str, Any] = {
+        "skipped": largest(change) <= 1e-3 * largest(right),
+        "ratio": float(change @ right / (right @ right).clamp(min=1e-60)),
+        "rounded": all(torch.equal(each.new, each.new.bfloat16().float()) for each in updates.values()),
+        "unchanged": share_of_zeros(change, right, bound),
+        "formula": _formula(updates, old_factor, bound),
+    }
+    trained = {name: each for name, each in updates.items() if each.gradient is not None and each.group.get("lr")}
+    if trained and not any("betas" in each.group or each.group.get("momentum") for each in trained.values()):
+        scaled = {name: -each.group["lr"] * each.old for name, each in trained.items()}
+        sources = {
+            name: -each.group["lr"] * each.gradient for name, each in trained.items() if each.gradient is not None
+        }
+        columns = [flat(each, list(trained)) for each in (sources, scaled)]
+        solution, residual = least_squares(columns, flat(changes, list(trained)))
         detail |= {"gradient_factor": solution[0], "weight_factor": solution[1], "residual": residual}
-    return detail | {"unchanged": [name for name in wrong if largest(changes[name]) == 0]}
+    return detail
+
+
+def _formula(updates: Mapping[str, Update], old_factor: float, bound: float) -> str | None:
+    """Return the wrong formula by which all updates are right."""
+    fits: set[str] | None = None
+    for each in updates.values():
+        scale = bound * largest(each.new - each.old) + 8 * EPS * largest(each.old)
+        found = {name for name, new in each.wrong_formulas(old_factor).items() if distance(each.new, new) <= scale}
+        fits = found if fits is None else fits & found
+    return next((name for name in WRONG_FORMULAS if name in (fits or ())), None)
 
 
 def explain_gradients(
@@ -132,6 +197,11 @@ def explain_gradients(
     scale = float(wrong @ whole / (whole @ whole).clamp(min=1e-60))
     detail |= {"scale": scale, "scale_residual": float((wrong - scale * whole).norm() / wrong.norm().clamp(min=1e-60))}
     detail["scales"] = {name: scale_of(found[name], right[name]) for name in names[:50]}
+    detail["are_multiples"] = all(
+        distance(found[name], scale * right[name]) < 0.02 * largest(found[name])
+        for name, scale in detail["scales"].items()
+    )
+    detail["zeros"] = share_of_zeros(wrong, whole, 1e-3)
     detail["rounded"] = all(torch.equal(found[name], found[name].bfloat16().float()) for name in names)
     if not sums:
         return detail

@@ -15,7 +15,9 @@ import torch
 
 from distexp.system.files import read_json
 from distexp.verify.arithmetic import (
+    EPS,
     Tensors,
+    Update,
     by_parameter,
     differs,
     distance,
@@ -23,7 +25,6 @@ from distexp.verify.arithmetic import (
     explain_update,
     largest,
     relative,
-    updated,
 )
 from distexp.verify.diagnosis import Finding
 from distexp.verify.phases import RunSettings
@@ -43,7 +44,6 @@ UPDATE_BOUND = {"fp32": 1e-3, "bf16": 0.1, "fp16": 0.1}
 
 SUMMED = 5.0  # How much larger.
 
-EPS = 2.0**-23  # relative distance of two numbers in fp32
 NEGLIGIBLE = 1e-4  # A gradient of less than this share of the largest one is compared with that share.
 
 
@@ -62,6 +62,7 @@ class Recording:
     evaluations: list[dict[str, Any]]
     exported: Tensors
     arithmetic: str  # how torch computes, such as with TF32
+    records_clipped: bool  # whether the gradients are recorded after they were clipped
     ranks: list[list[dict[str, Any]]]  # what each rank has seen in each step
 
     @classmethod
@@ -118,17 +119,16 @@ class Comparison:
         reference, noise, variant = (each.steps[number] for each in self._runs())
         step = number + 1
         self._compare_ranks("step", step, variant)
-        self._compare_values(
-            "loss", step, reference["loss"], noise["loss"], variant["loss"], floor=LOSS_FLOOR[self.precision]
-        )
+        if reference["loss"] is not None:
+            values = [each["loss"] for each in (reference, noise, variant)]
+            self._compare_values("loss", step, *values, floor=LOSS_FLOOR[self.precision])
         self._compare_gradients(number)
         # Clipped gradients do not have the norm that is reported.
-        norm = reference["norm"] if self.variant.settings.records_clipped else variant["true_norm"]
+        norm = reference["norm"] if self.variant.records_clipped else variant["true_norm"]
         reported = [seen[number]["norm"] for seen in self.variant.ranks]
-        errors = {
-            f"rank {rank}": (relative(each, norm), NORM_BOUND[self.precision]) for rank, each in enumerate(reported)
-        }
-        if variant["gradients"]:
+        if variant["gradients"] and None not in reported:
+            bound = NORM_BOUND[self.precision]
+            errors = {f"rank {rank}": (relative(each, norm), bound) for rank, each in enumerate(reported)}
             self.add("norm", step, errors, reported=reported, true=norm)
         self._compare_groups(number)
         followed = self._check_update(number, norm)
@@ -145,17 +145,26 @@ class Comparison:
     def _noise(self, number: int) -> float:
         """Return the largest relative difference of a gradient in a step of the noise run.
 
-        Losses differ by as much. The difference of one number alone may be small by coincidence. In 16 bits the noise
-        run is in fp32, and gradients differ by more than losses.
+        The difference of one number or tensor alone may be small by coincidence.
         """
-        if self.precision != "fp32":
-            return 0.0
         right, noisy = (each.steps[number]["gradients"] for each in (self.reference, self.noise))
         least = NEGLIGIBLE * max(map(largest, right.values()), default=0.0)
         return max(
             (distance(noisy[name], each) / max(largest(each), least, 1e-30) for name, each in right.items()),
             default=0.0,
         )
+
+    def _drift(self, number: int) -> float:
+        """Return how far the weights of a step are from the reference, as a multiple of the noise run; at least 1.
+
+        Gradients and states then differ by as many times more. All weights follow from updates that are computed again.
+        """
+        if not number:
+            return 1.0
+        right, noisy, found = (each.steps[number - 1]["weights"] for each in self._runs())
+        names = right.keys() & noisy.keys() & found.keys()
+        sizes = [sum(distance(each[name], right[name], 2) ** 2 for name in names) for each in (noisy, found)]
+        return max(1.0, (sizes[1] / sizes[0]) ** 0.5) if sizes[0] else 1.0
 
     def _compare_values(
         self, kind: str, step: int, reference: float, noise: float, variant: float, *, floor: float
@@ -180,11 +189,14 @@ class Comparison:
         sizes = {name: largest(each) for name, each in (reference if scales is None else scales).items()}
         least = NEGLIGIBLE * max(sizes.values(), default=0.0)
         floor = self.floor * (1.0 if kind == "gradient" else SUMMED)
+        if kind == "gradient" and self.precision != "fp32":
+            floor = max(floor, self.margin * self._noise(step - 1))
+        margin = self.margin * (self._drift(step - 1) if kind in ("gradient", "state") else 1.0)
         errors = {}
         for name in reference.keys() & variant.keys():
             scale = max(sizes.get(name, 0.0), least, 1e-30)
             rounding = 8 * EPS * largest(reference[name]) if scales is not None else 0.0
-            noisy = self.margin * distance(noise.get(name, reference[name]), reference[name])
+            noisy = margin * distance(noise.get(name, reference[name]), reference[name])
             bound = max(noisy, floor * scale + rounding) / scale
             errors[name] = (distance(variant[name], reference[name]) / scale, bound)
         self.add(kind, step, errors, **detail)
@@ -192,7 +204,7 @@ class Comparison:
     def _compare_gradients(self, number: int) -> None:
         runs, before = self._runs(), len(self.findings)
         gradients = [each.steps[number]["gradients"] for each in runs]
-        if self.variant.settings.records_clipped:
+        if self.variant.records_clipped:
             factors = [self._clip_factor(each.steps[number]["norm"]) for each in runs[:2]]
             gradients[:2] = [
                 {name: each * factor for name, each in named.items()}
@@ -206,8 +218,8 @@ class Comparison:
                 finding.names, gradients[2], gradients[0], self.reference.steps[number]["parts"], earlier
             )
             finding.detail |= {"targets": [each["targets"] for each in batches], "ranks": len(self.variant.ranks)}
-            limit, settings = self.variant.settings.clipping, self.variant.settings
-            if limit is not None and not settings.records_clipped:
+            limit = self.variant.settings.clipping
+            if limit is not None and not self.variant.records_clipped:
                 found, right = (each.steps[number]["true_norm"] for each in (self.variant, self.reference))
                 finding.detail |= {"clipped": limit} if found <= 1.001 * limit < right else {}
 
@@ -245,28 +257,29 @@ class Comparison:
         before = self.variant.initial if number == 0 else self.variant.steps[number - 1]
         if not variant["gradients"]:
             return set()
-        limit = None if self.variant.settings.records_clipped else self.variant.settings.clipping
+        limit = None if self.variant.records_clipped else self.variant.settings.clipping
         factor = 1.0 if limit is None else self._clip_factor(norm)
         groups, done = by_parameter(variant["groups"]), self.variant.initial["done"] + number
-        errors, expected, changes = {}, {}, {}
+        right = by_parameter(self.reference.steps[number]["groups"])
+        errors, updates = {}, {}
         for name, old in before["weights"].items():
-            gradient, group = variant["gradients"].get(name), groups.get(name)
-            if group is None and gradient is not None:
+            gradient, group = variant["gradients"].get(name), groups.get(name, {"has_formula": False})
+            if gradient is not None and not group.get("has_formula", True):
                 continue
             states = {key: each[name] for key, each in before["states"].items() if name in each}
-            new = old if gradient is None else updated(old, gradient * factor, states, group or {}, done + 1)
-            expected[name], changes[name] = new - old, variant["weights"][name] - old
-            scale = max(largest(expected[name]), 1e-30)
+            kind = {key: each for key, each in right.get(name, {}).items() if key == "decoupled_weight_decay"}
+            update = Update(old, variant["weights"][name], gradient, factor, states, {**group, **kind}, done + 1)
+            expected = update.expected()
+            scale = max(largest(expected - old), 1e-30)
             rounding = 8 * EPS * largest(old) / scale
-            errors[name] = (distance(changes[name], expected[name]) / scale, UPDATE_BOUND[self.precision] + rounding)
-        wrong = [name for name, (error, bound) in errors.items() if error > bound]
-        detail = (
-            explain_update(wrong, before=before, after=variant, expected=expected, changes=changes, groups=groups)
-            if wrong
-            else {}
-        )
+            errors[name] = (distance(update.new, expected) / scale, UPDATE_BOUND[self.precision] + rounding)
+            if errors[name][0] > errors[name][1]:
+                updates[name] = update
         context = {"norm": norm, "limit": limit, "clip_factor": factor, "parameters": len(errors)}
-        self.add("update", number + 1, errors, **context, **detail)
+        if updates:
+            old_factor = self._clip_factor(before.get("true_norm", norm)) if limit is not None else 1.0
+            context |= explain_update(updates, old_factor, UPDATE_BOUND[self.precision])
+        self.add("update", number + 1, errors, **context)
         return set(errors)
 
     def _compare_evaluations(self) -> None:
@@ -280,7 +293,9 @@ class Comparison:
             self.add("ranks", step, errors, what="buffers", when="evaluation", differences={})
             self._compare_tensors("buffer", step, [each["buffers"] for each in (expected, noise, variant)])
             scale = max(abs(expected["loss"]), 1e-12)
-            noisy = max(abs(noise["loss"] - expected["loss"]) / scale, self._noise(step - 1))
+            noisy = abs(noise["loss"] - expected["loss"]) / scale
+            if self.precision == "fp32":  # In 16 bits the noise run is in fp32, and gradients differ more than losses.
+                noisy = max(noisy, self._noise(step - 1))
             bound = max(LOSS_FLOOR[self.precision], self.margin * noisy)
             errors = {"loss": (relative(variant["loss"], expected["loss"]), bound)}
             if variant["samples"] != expected["samples"]:
@@ -333,7 +348,7 @@ def compare_resumed(phase: str, first: Recording, second: Recording) -> Comparis
     found._check_update(len(second.steps) - 1, own["true_norm"])
     for finding in found.findings:
         if finding.kind == "update":
-            finding.kind, finding.detail["what"] = "resume", "later"
+            finding.kind, finding.step, finding.detail["what"] = "resume", done + 1, "later"
     return found
 
 

@@ -1,4 +1,4 @@
-"""The likely cause of a difference, from what differs first and what it is made of. This module needs no torch."""
+"""The likely cause of a difference, from what differs first and what it is made of."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import sqrt
 from typing import Any
+
+from distexp.verify.arithmetic import WRONG_FORMULAS
 
 
 @dataclass
@@ -145,10 +147,11 @@ class Explanation:
                 "gradient_missing",
                 f"{where}: only one of both trainings has a gradient, so a parameter is frozen, unused, or left out",
             )
-        return self._known_gradient(detail, where) or self._other_gradient(first, where)
+        return self._known_gradient(first, where) or self._other_gradient(first, where)
 
-    def _known_gradient(self, detail: Mapping[str, Any], where: str) -> Cause | None:
+    def _known_gradient(self, first: Finding, where: str) -> Cause | None:
         """Return the cause of gradients that are made of those of single; None if they are not."""
+        detail = first.detail
         small = detail.get("residual", 1.0) < 10 * self.close
         if "clipped" in detail:
             return Cause(
@@ -156,6 +159,11 @@ class Explanation:
                 "are reduced or measured: each rank clips its own gradients",
             )  # fmt: skip
         if small and abs(detail.get("previous", 0.0)) > 0.05:
+            if max(map(abs, detail["parts"])) < 0.05:
+                return Cause(
+                    "stale", f"the gradients of {where} are those of the step before: the update does not wait for "
+                    "the reduction, or is one step late",
+                )  # fmt: skip
             return Cause(
                 "not_cleared", f"the gradients of {where} contain {detail['previous']:.2f} times those of the step "
                 "before: they are not cleared after the update",
@@ -163,28 +171,31 @@ class Explanation:
         if detail.get("rounded") and self.close == CLOSE["fp32"]:
             return Cause("rounded", f"the gradients of {where} are rounded to 16 bits: they are reduced in bf16")
         if detail["scale_residual"] < self.close:
-            return self._factor(detail["scale"], where)
-        return self._combination(detail, where) if small and detail.get("parts") else None
+            return self._factor(first, where)
+        return self._combination(first, where) if small and detail.get("parts") else None
 
     def _other_gradient(self, first: Finding, where: str) -> Cause:
         """Return the cause of gradients that are no sum of those of the micro-batches."""
         detail = first.detail
-        scales = set(detail["scales"].values())
-        if len(first.names) > 1 and max(scales) > 2 * min(scales) > 0 and detail.get("residual", 1.0) > self.close:
+        if detail["are_multiples"]:
             few = ", ".join(f"{name} {scale:.2f}" for name, scale in list(detail["scales"].items())[:3])
             return Cause("scaled_differently", f"the gradients of {where} are scaled by different factors: {few}")
-        return Cause(
-            "forward" if self._has("loss", first.step) else "gradient_other",
-            f"the gradients of {where} are no multiples of those of single (relative error {first.error:.1e}): "
-            + ("the loss differs too, so the forward pass or the loss computes something else"
-               if self._has("loss", first.step) else "the loss is equal, so the backward or the reduction is wrong"),
-        )  # fmt: skip
+        if detail["zeros"]:
+            share = f"{detail['zeros']:.1%} of the gradients of {where} are 0, and the others are right"
+            return Cause("gradient_lost", f"{share}: those of some rows, tokens or of a shard are lost")
+        found = f"the gradients of {where} are no multiples of those of single (relative error {first.error:.1e})"
+        if self._has("loss", first.step):
+            return Cause("forward", f"{found}: the loss differs too, so the forward pass computes something else")
+        return Cause("gradient_other", f"{found}: the loss is equal, so the backward or the reduction is wrong")
 
     def _has(self, kind: str, step: int) -> bool:
         return any(each.kind == kind and each.step == step for each in self.findings)
 
-    def _factor(self, factor: float, where: str) -> Cause:
-        workers, steps = self.workers, self.accumulation
+    def _factor(self, first: Finding, where: str) -> Cause:
+        factor, workers, steps = first.detail["scale"], self.workers, self.accumulation
+        if self._is(factor, 1.0):
+            return Cause("rounded", f"the gradients of {where} differ by {first.error:.1e} from those of single, as by "
+                         "rounding: they are computed, added or reduced with fewer bits")  # fmt: skip
         found = f"the gradients of {where} are {factor:.4g} times those of single"
         known = (
             ("summed", workers, f"summed over the {workers} workers, not averaged"),
@@ -199,8 +210,9 @@ class Explanation:
                 return Cause(name, f"{found}: {text}")
         return Cause("scaled", f"{found}: a constant factor, such as a loss scale, a weight of the loss or a divisor")
 
-    def _combination(self, detail: Mapping[str, Any], where: str) -> Cause | None:
+    def _combination(self, first: Finding, where: str) -> Cause | None:
         """Return the cause of gradients that are a sum with wrong factors of those of the micro-batches."""
+        detail = first.detail
         parts, targets, ranks = detail["parts"], detail["targets"], detail["ranks"]
         known = [position for position, count in enumerate(targets) if count]
         most = max(abs(parts[position]) for position in known)
@@ -209,13 +221,16 @@ class Explanation:
         by_micro = {micro: [p for p in known if p // ranks == micro] for micro in range(len(parts) // ranks)}
         lost = [rank for rank, own in by_rank.items() if own and all(is_zero[p] for p in own)]
         left = [rank for rank, own in by_rank.items() if own and rank not in lost]
-        if lost and len(left) == 1:
+        if lost and len(left) == 1 and self._has("ranks", first.step):
             return Cause(
                 "not_reduced", f"the gradients of {where} are those of rank {left[0]} alone (times "
                 f"{parts[by_rank[left[0]][-1]]:.2f}): they are not synchronized between the ranks",
             )  # fmt: skip
         if lost:
-            return Cause("ranks_lost", f"the gradients of {where} lack those of the ranks {_list(lost)}")
+            who = "within a group of ranks only" if self._has("ranks", first.step) else "without them"
+            return Cause(
+                "ranks_lost", f"the gradients of {where} lack those of rank {_list(lost)}: they are reduced {who}"
+            )
         lost = [micro for micro, own in by_micro.items() if own and all(is_zero[p] for p in own)]
         if lost:
             return Cause(
@@ -259,9 +274,7 @@ class Explanation:
             f"the gradient norm is {true:.6g}, but {_list([f'{value:.6g}' for value in dict.fromkeys(reported)])} is"
         )
         if max(reported) - min(reported) > 1e-4 * true:
-            return Cause(
-                "norm_local", f"{shown} reported, another one on each rank: each rank has the norm of its part"
-            )
+            return Cause("norm_local", f"{shown} reported, another one on each rank: each has the norm of its part")
         ratio, workers = reported[0] / max(true, 1e-30), self.workers
         known = {
             "norm_repeated": (sqrt(workers), f"the squares of all {workers} ranks are added, though they are replicas"),
@@ -273,9 +286,7 @@ class Explanation:
             if self._is(ratio, value):
                 return Cause(name, f"{shown} reported: {text}")
         if ratio < 1:
-            return Cause(
-                "norm_partial", f"{shown} reported: it leaves out a part of the gradients, as a shard or a group"
-            )
+            return Cause("norm_partial", f"{shown} reported: it leaves out a part of the gradients, as a shard")
         return Cause("norm_other", f"{shown} reported: {ratio:.4g} times the norm of the gradients")
 
     def _learning_rate(self, first: Finding) -> Cause:
@@ -330,18 +341,28 @@ class Explanation:
 
     def _update(self, first: Finding) -> Cause:
         detail, where = first.detail, self._where(first)
-        if detail.get("skipped"):
-            return Cause("update_skipped", f"the update changes {where} by nothing: the step is skipped, or the "
-                         "optimizer has other parameters than the model")  # fmt: skip
+        known = {
+            "update_skipped": (detail["skipped"], f"the update changes {where} by nothing: the step is skipped, or the "
+                               "optimizer has other parameters than the model"),
+            "weights_rounded": (detail["rounded"], f"the updated weights of {where} are rounded to 16 bits"),
+            "partly_updated": (detail["unchanged"], f"{detail['unchanged']:.0%} of the values of {where} stay as they "
+                               "were, and the others are right: the update of a shard is lost"),
+            detail["formula"]: (WRONG_FORMULAS.get(detail["formula"]), f"the update of {where} is wrong: "
+                                f"{WRONG_FORMULAS.get(detail['formula'])}"),
+        }  # fmt: skip
+        causes = (Cause(name, text) for name, (holds, text) in known.items() if holds)
+        return next(causes, None) or self._scaled_update(detail, where)
+
+    def _scaled_update(self, detail: Mapping[str, Any], where: str) -> Cause:
         limit, norm, factor = detail["limit"], detail["norm"], detail["clip_factor"]
         own, decay = detail.get("gradient_factor"), detail.get("weight_factor", 0.0)
         if own is None:
-            own = detail["ratio"] * factor
-        elif detail["residual"] > 10 * self.close:
-            per_tensor = "each parameter is clipped by itself, or the update is of another formula"
-            return Cause("clip_not_global", f"the update of {where} is no multiple of the gradients: {per_tensor}")
-        elif abs(decay) > 1e-3:
+            own = 1.0 if detail["formula"] == "not_clipped" else detail["ratio"] * factor
+        elif detail["residual"] <= 10 * self.close and abs(decay) > 1e-3:
             return Cause("weight_decay", f"the update of {where} contains {decay:.3g} times the weights: weight decay")
+        elif detail["residual"] > 10 * self.close and factor < 1:
+            return Cause("clip_not_global", f"the update of {where} is no multiple of the gradients: each parameter is "
+                         "clipped by itself, or the update is of another formula")  # fmt: skip
         if factor < 1 and (self._is(own, 1.0) or (own > 0 and "gradient_factor" in detail)):
             return self._clipping(own, norm, limit)
         text = f"the update of {where} is {detail['ratio']:.4g} times what follows from gradients, states and rate"

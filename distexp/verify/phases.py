@@ -117,7 +117,7 @@ class RunSettings:
     tensor: int = 1  # ranks with the same samples, because of tensor parallelism
     epochs: int = 1
     clipping: float | None = None  # limit of the gradient norm
-    records_clipped: bool = False  # whether the gradients are recorded after they were clipped
+    clips_early: bool = False  # whether the trainer clips the gradients before they are recorded
 
     @classmethod
     def read(cls, directory: Path) -> RunSettings:
@@ -244,11 +244,11 @@ def _batch(size: int, accumulation: int) -> list[str]:
 def _write_run(cell: Cell, settings: RunSettings, directory: Path) -> Path:
     """Write the directory of a run. Runs on one worker are shared by all variants with equal ones."""
     assert cell.config is not None
-    config, clipping = cell.config, cell.config.train.gradient_clipping
-    clips_early = config.engine.name == "hf_trainer" and clipping is not None  # before its callbacks are called
+    train = cell.config.train
     settings = replace(
-        settings, precision=config.precision.name, tensor=config.parallel.tensor, epochs=config.train.num_epochs, clipping=clipping,
-        records_clipped=clips_early,
+        settings, tensor=cell.config.parallel.tensor, precision=cell.config.precision.name,
+        epochs=train.num_epochs, clipping=train.gradient_clipping,
+        clips_early=cell.config.engine.name == "hf_trainer" and train.gradient_clipping is not None,
     )  # fmt: skip
     target = directory / settings.phase
     if settings.role != "variant":

@@ -30,7 +30,7 @@ from distexp.verify.comparison import TENSORS, rank_file
 from distexp.verify.phases import RunSettings
 from distexp.worker.rank import describe_arithmetic
 
-HYPERPARAMETERS = ("lr", "weight_decay", "betas", "eps", "momentum", "nesterov", "maximize", "amsgrad")
+HYPERPARAMETERS = ("lr", "weight_decay", "betas", "eps", "momentum", "decoupled_weight_decay")
 SAMPLED = 2**18
 """Most values of a tensor, about, that are recorded. Those of a larger one are spread evenly, to save memory."""
 
@@ -127,6 +127,20 @@ class TensorReader:
             if not isinstance(parameter, DTensor) and not hasattr(parameter, "ds_tensor")
         }
 
+    def snapshot(self, gradients: Tensors) -> dict[str, Any]:
+        """Return gradients, weights, buffers, states, and what differs between the ranks; a collective."""
+        weights, states, device = self.weights(), self.states(), self.device
+        flat = {f"{name}: {key}": value for key, named in states.items() for name, value in named.items()}
+        trained = {name: weights[name] for name in self.parameters if name in weights}
+        differing = {
+            "weights": differing_ranks(trained, device) or differing_ranks(self.copies(), device),
+            "states": differing_ranks(flat, device),
+            "gradients": differing_ranks(gradients, device),
+        }
+        buffers = {name: value for name, value in weights.items() if name not in trained}
+        found = {"weights": trained, "buffers": buffers, "states": states, "gradients": gradients}
+        return found | {"differing": differing}
+
     def groups(self) -> list[dict[str, Any]]:
         """Return the live hyperparameters of each group of the optimizer, with the names of its parameters."""
         names = {id(parameter): name for name, parameter in self.parameters.items()}
@@ -175,7 +189,7 @@ def differing_ranks(tensors: Mapping[str, Tensor], device: torch.device) -> dict
 
     A collective. The differences are relative to the largest value of the tensor. All ranks must have the same names.
     """
-    if dist.get_world_size() == 1 or not tensors:
+    if not dist.is_initialized() or dist.get_world_size() == 1 or not tensors:
         return {}
     flat = torch.cat([tensor.flatten() for tensor in tensors.values()]).to(device)
     low, high = flat.clone(), flat.clone()
@@ -241,19 +255,7 @@ class Recorder(Watcher):
 
     def start(self, done: int) -> None:
         """Record the weights and states before the first step of this attempt."""
-        self.initial = self._snapshot() | {"done": done}
-
-    def _snapshot(self) -> dict[str, Any]:
-        """Return weights, states and what differs between the ranks; a collective."""
-        weights, states, device = self.tensors.weights(), self.tensors.states(), self.context.device
-        flat = {f"{name}: {key}": value for key, named in states.items() for name, value in named.items()}
-        trained = {name: weights[name] for name in self.tensors.parameters if name in weights}
-        differing = {
-            "weights": differing_ranks(trained, device) or differing_ranks(self.tensors.copies(), device),
-            "states": differing_ranks(flat, device),
-        }
-        buffers = {name: value for name, value in weights.items() if name not in trained}
-        return {"weights": trained, "buffers": buffers, "states": states, "differing": differing}
+        self.initial = self.tensors.snapshot({}) | {"done": done}
 
     def start_forward(self) -> None:
         """Record the gradients so far. Give the buffers of the reference the values that rank 0 would have."""
@@ -280,14 +282,12 @@ class Recorder(Watcher):
 
     def end_of_step(self, data: StepData, contribution: Tensor, norm: Tensor, planned_rate: float) -> None:
         """Record a step after its update."""
-        differing = {"gradients": differing_ranks(self._gradients, self.context.device)}
-        snapshot = self._snapshot()
-        snapshot["differing"] |= differing
+        snapshot = self.tensors.snapshot(self._gradients)
         total = contribution.detach().clone()
         dist.all_reduce(total)
         self.steps.append(
             snapshot
-            | {"gradients": self._gradients, "true_norm": self._true_norm, "parts": self._parts}
+            | {"true_norm": self._true_norm, "parts": self._parts}
             | {"loss": float(total[0]), "norm": float(norm)}
             | {"groups": self._groups(), "planned_rate": planned_rate, "targets": int(data.normalizer)}
         )
@@ -324,9 +324,16 @@ class Recorder(Watcher):
         exported = {plain_name(name): copied(tensor) for name, tensor in model.weights()}
         directory, rank = self.context.run_dir, self.context.rank
         if rank == 0:
-            content = {"initial": self.initial, "steps": self.steps, "exported": exported}
-            content["arithmetic"] = describe_arithmetic(on_gpu=self.context.device.type == "cuda")
-            torch.save(content | {"evaluations": self.evaluations}, directory / TENSORS)
+            content = {
+                "initial": self.initial,
+                "steps": self.steps,
+                "evaluations": self.evaluations,
+                "exported": exported,
+                "arithmetic": describe_arithmetic(on_gpu=self.context.device.type == "cuda"),
+                # DeepSpeed clips in its update.
+                "records_clipped": self.settings.clips_early and self.tensors.engine is None,
+            }
+            torch.save(content, directory / TENSORS)
         write_json(rank_file(directory, rank), {"steps": self.seen})
 
 
@@ -362,10 +369,16 @@ def rows_of(batch: Batch) -> dict[str, Any]:
     whole = main or list(batch.inputs.values())
     size, labels = len(whole[0]), batch.labels
     return {
-        "inputs": [_hash([tensor[row].flatten() for tensor in whole]) for row in range(size)],
+        "inputs": hash_rows(whole),
         "labels": [_hash([row.flatten()]) for row in labels] if len(labels) == size else [],
         "targets": int((labels != IGNORE).sum()) if labels.dim() == 1 else _text_targets(labels),
     }
+
+
+def hash_rows(tensors: Sequence[Tensor]) -> list[str]:
+    """Return the hash of each sample of a batch; its number is the first dimension of the first tensor."""
+    size = len(tensors[0]) if tensors else 0
+    return [_hash([each[row].flatten() for each in tensors if len(each) == size]) for row in range(size)]
 
 
 def _text_targets(labels: Tensor) -> int:

@@ -49,7 +49,7 @@ from distexp.worker.__main__ import redirect_output, without_tracebacks
 from distexp.worker.preload import preload
 from distexp.worker.rank import silence_libraries
 
-JOB, ERROR, RESULT, LOG = "job.json", "error.json", PROOF, "rank{rank}.log"
+ERROR, RESULT, LOG = "error.json", PROOF, "rank{rank}.log"
 POLL_S = 0.02
 
 
@@ -57,7 +57,7 @@ def main() -> int:
     """Run the groups of a job, compare the runs, and write the results."""
     environment_variables.captured_environment()
     folder = Path(sys.argv[1])
-    job = files.read_json(folder / JOB)
+    job = files.read_json(folder / "job.json")
     for name, value in environment_variables.TORCHRUN_DEFAULTS.items():
         os.environ.setdefault(name, value)
     preload(job["modules"], job["device"])
