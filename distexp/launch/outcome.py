@@ -20,6 +20,7 @@ from distexp.explain.explanation import explain
 from distexp.launch import failures, node_setup
 from distexp.measure.memory.sampler import run_traces, summarize_run
 from distexp.measure.run_energy import TraceEnergy, energy_entry, measure_energy
+from distexp.resolve.run_id import proof_file
 from distexp.runs import attempts, events, predictions, step_files, texts
 from distexp.runs.record import RunRecord, RunSpec
 from distexp.runs.record_sections import RunError, RunInfo, make_environment
@@ -168,12 +169,19 @@ def add_prediction(record: RunRecord, spec: RunSpec, directory: Path) -> None:
     record.predicted = predictions.read_prediction(directory)
 
 
+def add_proof(record: RunRecord, spec: RunSpec, directory: Path) -> None:
+    """Add the hash of the proof that the configuration trains as ``single`` does, if there is one."""
+    file = proof_file(spec.config)
+    record.run.proof = json.loads(file.read_text())["proof"] if file.exists() else None
+
+
 STEPS = {
     add_advice: "{directory} has no advice in its record",
     add_traces: "{directory} has no memory or energy in its record",
     add_strategy: "the record has no strategy section",
     add_explanation: "the profiled step has no explanation",  # Its advice depends on the measured memory.
     add_prediction: "{directory} has no prediction in its record",
+    add_proof: "{directory} has no proof in its record",
 }
 """What completes a record, in this order, with the message if it fails."""
 

@@ -279,7 +279,18 @@ def _compare(curves: Sequence[LossCurve], task: str) -> str:
             f"{100 * apart:.2g}% in the evaluation at step {step} of {one.name} and {other.name}.{batch_norms}"
         )
     is_complete = all(one.steps == other.steps for one, other in pairs)
-    return f"Same training: losses of {runs} {gap} at every {'logged' if is_complete else 'common logged'} step."
+    compared = f"Same training: losses of {runs} {gap} at every {'logged' if is_complete else 'common logged'} step."
+    return f"{compared}{_describe_proofs(curves)}"
+
+
+def _describe_proofs(curves: Sequence[LossCurve]) -> str:
+    """Return which trainings ``distexp verify`` has compared with that of ``single``."""
+    records = {curve.name: curve.trace.row.record for curve in curves}
+    needed = [name for name, each in records.items() if not (each.strategy and each.strategy.one_worker)]
+    proved = [name for name in needed if records[name].run.proof]
+    if not proved:
+        return ""
+    return f" Verified by distexp verify: {'all' if proved == needed else ', '.join(proved)}."
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,11 @@ from typing import Any
 
 from distexp.checkpoints.folder import MANIFEST, candidates, read_manifest
 from distexp.config import Config
+from distexp.config.custom_code import custom_packages, library_versions, package_hash
 from distexp.config.fields import info_of
 from distexp.config.keys import schema_fields
 from distexp.config.model_checks import loads_from_source, searches_micro_batch, weights_source_key
+from distexp.system.cache_dir import cache_dir
 
 IRRELEVANT = (
     *("name", "command", "exercise", "scale", "scaling", "sweep", "measure", "preflight", "tracker", "kernels", "plan"),
@@ -29,6 +31,33 @@ def run_id(config: Config) -> str:
     """Return the run id: 12 hexadecimal digits, a hash of the training with the content of local files."""
     text = json.dumps(_training_settings(config), sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+VERIFY_SETS = {
+    "train": (
+        *("micro_batch_size", "global_batch_size", "gradient_accumulation_steps", "eval_batch_size", "max_steps"),
+        *("num_epochs", "learning_rate", "schedule", "warmup_steps", "step_size", "gamma", "weight_decay", "momentum"),
+        *("eps", "gradient_clipping", "evaluate", "log_every", "measure_after_step", "resume", "save_model", "seed"),
+        *("checkpoint_every", "profile_steps", "score_answers"),
+    ),
+    "dataset": ("train_size", "eval_size", "num_workers"),
+    "model": ("dropout",),
+}
+"""Keys that ``distexp verify`` sets, so that its proof holds for each of their values."""
+
+
+def proof_file(config: Config) -> Path:
+    """Return the file in the cache with the hash of the proof that a configuration trains as ``single`` does.
+
+    Its name depends on the code of distexp and of the custom packages, and on the versions of the libraries.
+    """
+    settings = _training_settings(config)
+    for section, names in VERIFY_SETS.items():
+        settings[section] = {key: each for key, each in settings[section].items() if key not in names}
+    packages = ["distexp", *custom_packages(config), config.engine._target_.partition(".")[0]]
+    code = {name: package_hash(name) for name in packages}
+    text = json.dumps([settings, code, library_versions()], sort_keys=True)
+    return cache_dir() / "proofs" / hashlib.sha256(text.encode()).hexdigest()[:24]
 
 
 def _training_settings(config: Config) -> dict[str, Any]:

@@ -61,6 +61,9 @@ class RunInfo:
     git_sha: str | None = key(None, "Commit of the code.")
     git_dirty: bool | None = key(None, "Whether the code had uncommitted changes.")
     snapshot: str | None = key(None, "Copy of the code that a Slurm run used.")
+    proof: str | None = key(
+        None, "Hash of the proof by `distexp verify` that this configuration trains as `single` does. Null: unknown."
+    )
     attempts: list[dict[str, Any]] = key(
         [],
         "Attempts of the run, oldest first.",

@@ -6,14 +6,16 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from types import SimpleNamespace
+from typing import Any
 
 from omegaconf import DictConfig
 from rich.console import Console
@@ -28,19 +30,27 @@ from distexp.exceptions import SweepFailedError, SweepInterrupted
 from distexp.launch import node_setup
 from distexp.launch.run_dirs import locked_sweep_dir
 from distexp.resolve.resources import launcher_traits
+from distexp.resolve.run_id import proof_file, run_id
 from distexp.runs.record import RunSpec
 from distexp.runs.run_dir import AGENT_ERROR, OPERATORS_LOG, PROOF
 from distexp.system import files
 from distexp.system.processes import end_tree, start_module
 from distexp.tables.columns import print_plain
-from distexp.verify.phases import SETTINGS, PlannedVariant, RunSettings, as_json, labels_of, plan_variant
+from distexp.verify.phases import (
+    DIFFERENT,
+    EQUAL,
+    JOB,
+    NOT_COMPARABLE,
+    SETTINGS,
+    PlannedVariant,
+    RunSettings,
+    as_json,
+    labels_of,
+    plan_variant,
+)  # fmt: skip
 from distexp.worker.preload import own_modules
 
-if TYPE_CHECKING:
-    from distexp.verify.watching import NoWatch, Watch
-
-EQUAL, DIFFERENT, NOT_COMPARABLE = "equal", "different", "not comparable"
-JOB, LOG = "job.json", "workers.log"
+LOG = "workers.log"
 GRACE_S = 1.0
 MIN_WIDTH = 100  # columns of a table that is not in a terminal
 COLUMNS = {
@@ -60,6 +70,8 @@ def run_verify(cells: Sequence[Cell], master: DictConfig, make: MakeCell) -> Non
     with locked_sweep_dir(master, len(cells)) as found:
         sweep_dir = found.absolute()
         results = verify_cells(cells, make, sweep_dir, quick=section.quick, timeout_s=section.timeout_s)
+        for cell, result in zip(cells, results, strict=True):
+            keep_proof(cell, result, is_complete=not section.quick)
     conclude(results, str(sweep_dir / ("0" if len(cells) == 1 else "*")), as_json=section.output == "json")
 
 
@@ -75,20 +87,33 @@ def conclude(results: Sequence[dict[str, Any]], proof: str, *, as_json: bool) ->
         raise ConfigError([f"{result['label']} cannot be compared: {reason_of(result)}" for result in wrong])
 
 
+def keep_proof(cell: Cell, result: dict[str, Any], *, is_complete: bool) -> None:
+    """Keep the hash of a proof for the records of runs with this configuration. A difference removes that of before."""
+    if cell.config is None:
+        return
+    file = proof_file(cell.config)
+    if result["status"] == DIFFERENT:
+        file.unlink(missing_ok=True)
+    elif result["status"] == EQUAL and is_complete:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        digest = hashlib.sha256(Path(result["proof"]).read_bytes()).hexdigest()[:12]
+        files.write_json(file, {"proof": digest, "path": result["proof"]})
+
+
 RECORDING_VARIABLE = "DISTEXP_VERIFY"
 """Environment variable with the folder to which ``watch`` records. Without it, it does nothing."""
 
 
-def watch(model: Any, optimizer: Any, *, precision: str = "fp32") -> Watch | NoWatch:
+def watch(model: Any, optimizer: Any, *, precision: str = "fp32") -> Any:
     """Record the training of a script, until ``end()`` of the result is called, if DISTEXP_VERIFY names a folder.
 
     All ranks call both. The model is the one that the script calls, with the wrapper of DDP. A step is a call of
     ``optimizer.step()``. Raise ConfigError if the optimizer is not one of torch.
     """
-    from distexp.verify.watching import NoWatch, Watch
+    from distexp.verify.watching import Watch
 
     folder = os.environ.get(RECORDING_VARIABLE)
-    return Watch(model, optimizer, Path(folder).absolute(), precision) if folder else NoWatch()
+    return Watch(model, optimizer, Path(folder).absolute(), precision) if folder else SimpleNamespace(end=lambda: None)
 
 
 def compare_recordings(reference: Path, variant: Path, *, as_json: bool) -> None:
@@ -110,8 +135,7 @@ def compare_recordings(reference: Path, variant: Path, *, as_json: bool) -> None
     job = {"modules": [], "device": "cpu", "timeout_s": 0.0, "groups": [nothing, nothing], "variants": [planned]}
     files.write_json(variant / JOB, job)
     started = time.monotonic()
-    with (variant / LOG).open("w") as log:
-        run_workers(variant, os.environ, log)
+    run_workers(variant, os.environ)
     conclude([read_result(label, variant, variant, time.monotonic() - started)], str(variant), as_json=as_json)
 
 
@@ -120,12 +144,11 @@ def check_cells(cells: Sequence[Cell]) -> None:
     configs = [cell.config for cell in cells if cell.config is not None]
     if not configs:
         raise ConfigError(list(dict.fromkeys(error for cell in cells for error in cell.errors)))
-    for config in configs:
-        if not launcher_traits(config).runs_here:
-            raise ConfigError(
-                f"distexp verify starts its workers on this machine, but cluster={config.cluster.name} does not: "
-                "use cluster=local, on a node of the cluster"
-            )
+    if elsewhere := [config.cluster.name for config in configs if not launcher_traits(config).runs_here]:
+        raise ConfigError(
+            f"distexp verify starts its workers on this machine, but cluster={elsewhere[0]} does not: "
+            "use cluster=local, on a node of the cluster"
+        )
 
 
 def verify_cells(
@@ -133,13 +156,7 @@ def verify_cells(
 ) -> list[dict[str, Any]]:
     """Train and compare all cells; return their results, in the order of the cells."""
     labels, planned = labels_of(cells), {}
-    known: dict[tuple[str, ...], Cell] = {}  # The variants of a sweep have the same references.
-
-    def make_once(overrides: Sequence[str]) -> Cell:
-        if tuple(overrides) not in known:
-            known[tuple(overrides)] = make(overrides)
-        return known[tuple(overrides)]
-
+    make_once = cache(make)  # The variants of a sweep have the same references.
     for number, (cell, label) in enumerate(zip(cells, labels, strict=True)):
         if cell.config is not None:
             planned[number] = plan_variant(cell, label, sweep_dir / str(number), make_once, quick=quick)
@@ -148,9 +165,9 @@ def verify_cells(
     started = time.monotonic()
     variants = list(planned.values())
     write_job(variants, sweep_dir, timeout_s)
-    with progress(variants), (sweep_dir / LOG).open("w") as log:
-        environment = environments_of(variants[0])[0]
-        run_workers(sweep_dir, environment, log)
+    phases = format_count(max(len(variant.phases) for variant in variants), "phase")
+    print(f"distexp: comparing {', '.join(labels)} with single in {phases}", file=sys.stderr)
+    run_workers(sweep_dir, environments_of(variants[0])[0])
     return [
         read_result(planned[number].label, planned[number].directory, sweep_dir, time.monotonic() - started)
         if number in planned
@@ -159,58 +176,55 @@ def verify_cells(
     ]
 
 
-def run_workers(folder: Path, environment: Mapping[str, str], log: TextIO) -> None:
+def run_workers(folder: Path, environment: Mapping[str, str]) -> None:
     """Start the process that trains and compares what the job of a folder lists, and wait for it."""
-    process = start_module("distexp.verify.workers", str(folder), env=environment, output=log)
-    try:
-        process.wait()
-    except KeyboardInterrupt:
-        raise SweepInterrupted("interrupted: nothing was compared") from None
-    finally:
-        end_tree(process, GRACE_S)
+    with (folder / LOG).open("w") as log:
+        process = start_module("distexp.verify.workers", str(folder), env=environment, output=log)
+        try:
+            process.wait()
+        except KeyboardInterrupt:
+            raise SweepInterrupted("interrupted: nothing was compared") from None
+        finally:
+            end_tree(process, GRACE_S)
 
 
 def build_operators(variant: PlannedVariant) -> None:
     """Compile the C++ operators of DeepSpeed that a variant needs. Raise ConfigError if that fails."""
     for phase in variant.phases[:1]:
-        OPERATORS_LOG.path(phase.variant, 0).parent.mkdir(parents=True, exist_ok=True)
-        if node_setup.lacks_operators(RunSpec.read(phase.variant), phase.variant, 0):
-            raise ConfigError(files.read_json(AGENT_ERROR.path(phase.variant, 0))["message"])
+        folder = phase.directories["variant"]
+        OPERATORS_LOG.path(folder, 0).parent.mkdir(parents=True, exist_ok=True)
+        if node_setup.lacks_operators(RunSpec.read(folder), folder, 0):
+            raise ConfigError(files.read_json(AGENT_ERROR.path(folder, 0))["message"])
 
 
 def environments_of(variant: PlannedVariant) -> list[dict[str, str]]:
     """Return the environment of each rank of a variant."""
-    spec = RunSpec.read(variant.phases[0].variant) if variant.phases else None
-    if spec is None:
+    if not variant.phases:
         return []
-    found = []
-    for node in range(spec.nodes):
-        environment = node_setup.worker_environment(spec, node)
-        for local in range(spec.workers_per_node):
-            rank = node * spec.workers_per_node + local
-            found.append(environment | rank_variables(rank, local, node, spec.world_size, spec.workers_per_node))
-    return found
+    spec = RunSpec.read(variant.phases[0].directories["variant"])
+    size, per_node = spec.world_size, spec.workers_per_node
+    nodes = [node_setup.worker_environment(spec, node) for node in range(spec.nodes)]
+    return [nodes[rank // per_node] | rank_variables(rank, size, per_node) for rank in range(size)]
 
 
-def rank_variables(rank: int, local: int, node: int, world_size: int, per_node: int) -> dict[str, str]:
+def rank_variables(rank: int, size: int, per_node: int) -> dict[str, str]:
     """Return the variables that torchrun would set for a rank."""
-    numbers = {"RANK": rank, "LOCAL_RANK": local, "GROUP_RANK": node, "WORLD_SIZE": world_size}
-    return {name: str(value) for name, value in {**numbers, "LOCAL_WORLD_SIZE": per_node}.items()}
+    numbers = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank % per_node, "LOCAL_WORLD_SIZE": per_node}
+    return {name: str(value) for name, value in {**numbers, "GROUP_RANK": rank // per_node}.items()}
 
 
 def write_job(variants: Sequence[PlannedVariant], sweep_dir: Path, timeout_s: float) -> None:
     """Write what the process that trains has to do: the references first, and the runs of each variant."""
-    shared = [path for variant in variants for planned in variant.phases for path in (planned.reference, planned.noise)]
-    environment = environments_of(variants[0])[0] | rank_variables(0, 0, 0, 1, 1)
+    shared = [path for variant in variants for path in variant.run_dirs("reference", "noise")]
+    environment = environments_of(variants[0])[0] | rank_variables(0, 1, 1)
     groups = [{"environments": [environment], "runs": list(dict.fromkeys(map(str, shared)))}]
     for variant in variants:
-        runs = [path for planned in variant.phases for path in (planned.variant, planned.resumed) if path is not None]
-        groups.append({"environments": environments_of(variant), "runs": list(map(str, runs))})
-    config = variants[0].config
+        runs = list(map(str, variant.run_dirs("variant", "resumed")))
+        groups.append({"environments": environments_of(variant), "runs": runs})
     modules = [module for variant in variants for module in own_modules(variant.config)]
     job = {
         "modules": list(dict.fromkeys(modules)),
-        "device": config.cluster.device,
+        "device": variants[0].config.cluster.device,
         "timeout_s": timeout_s,
         "groups": groups,
         "variants": [as_json(variant) | {"header": header_of(variant)} for variant in variants],
@@ -220,8 +234,6 @@ def write_job(variants: Sequence[PlannedVariant], sweep_dir: Path, timeout_s: fl
 
 def header_of(variant: PlannedVariant) -> dict[str, Any]:
     """Return what identifies a comparison: the configuration and the versions."""
-    from distexp.resolve.run_id import run_id
-
     config = variant.config
     return {
         "label": variant.label,
@@ -233,20 +245,6 @@ def header_of(variant: PlannedVariant) -> dict[str, Any]:
         "dataset": config.dataset.name,
         "versions": {"distexp": __version__, **library_versions()},
     }
-
-
-@contextmanager
-def progress(variants: Sequence[PlannedVariant]) -> Iterator[None]:
-    """Show on a terminal that trainings run."""
-    console = Console(stderr=True)
-    phases = format_count(max(len(variant.phases) for variant in variants), "phase")
-    text = f"comparing {', '.join(variant.label for variant in variants)} with single in {phases}"
-    if console.is_terminal:
-        with console.status(text):
-            yield
-    else:
-        print(f"distexp: {text}", file=sys.stderr)
-        yield
 
 
 def read_result(label: str, directory: Path, sweep_dir: Path, seconds: float) -> dict[str, Any]:
@@ -271,54 +269,37 @@ def reason_of(result: dict[str, Any]) -> str:
 
 def print_results(results: Sequence[dict[str, Any]], proof: str) -> None:
     """Print the phases of one variant, or a line for each of several."""
-    console = Console()
-    console = Console(width=max(MIN_WIDTH, console.width))
-    if len(results) == 1:
-        console.print(phase_table(results[0]))
-    else:
-        console.print(variant_table(results))
+    console = Console(width=max(MIN_WIDTH, Console().width))
+    console.print(result_table(results))
     for result in results:
         for line in verdict_lines(result, single=len(results) == 1):
             print_plain(console, line)
     print_plain(console, f"proof: {proof}/{PROOF}")
 
 
-def phase_table(result: dict[str, Any]) -> Table:
-    """Return the largest errors of each phase, relative to the values that they are errors of."""
+def result_table(results: Sequence[dict[str, Any]]) -> Table:
+    """Return the largest errors of each phase of one variant, or of each of several variants."""
+    kinds = list(COLUMNS) if len(results) == 1 else ["loss", "gradient", "update"]
+    titles = ["phase", "steps"] if len(results) == 1 else ["variant", "phases"]
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for title in ("phase", "steps", *COLUMNS.values(), ""):
-        table.add_column(title, justify="left" if title in ("phase", "") else "right", no_wrap=True)
-    for phase in result["phases"]:
-        cells = [error_text(phase.get("worst", {}), kind) for kind in COLUMNS]
-        table.add_row(phase["phase"], str(phase.get("steps", "")), *cells, phase["status"])
-    return table
-
-
-def variant_table(results: Sequence[dict[str, Any]]) -> Table:
-    """Return a line with the largest errors of each variant."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for title in ("variant", "phases", "loss", "gradients", "updates", "result"):
-        table.add_column(title)
+    for title in (*titles, *(COLUMNS[kind] for kind in kinds), ""):
+        table.add_column(title, justify="left" if title in (titles[0], "") else "right", no_wrap=True)
     for result in results:
-        cells = [error_text(worst_of_all(result, kind), kind) for kind in ("loss", "gradient", "update")]
-        table.add_row(result["label"], str(len(result["phases"])), *cells, result["status"])
+        phases = [(each["phase"], each.get("steps", ""), [each], each["status"]) for each in result["phases"]]
+        whole = (result["label"], len(result["phases"]), result["phases"], result["status"])
+        for name, count, members, status in phases if len(results) == 1 else [whole]:
+            table.add_row(name, str(count), *(error_text(members, kind) for kind in kinds), status)
     return table
 
 
-def worst_of_all(result: dict[str, Any], kind: str) -> dict[str, Any]:
-    """Return the largest error of a kind in all phases, relative to its bound."""
-    found = [phase["worst"][kind] for phase in result["phases"] if kind in phase.get("worst", {})]
-    ratio = {id(each): float("inf") if each["error"] is None else each["error"] / each["bound"] for each in found}
-    return {kind: max(found, key=lambda each: ratio[id(each)])} if found else {}
-
-
-def error_text(worst: dict[str, Any], kind: str) -> str:
-    """Return an error with a mark if it exceeds its bound."""
-    if kind not in worst:
+def error_text(phases: Sequence[dict[str, Any]], kind: str) -> str:
+    """Return the largest error of a kind relative to its bound, with a mark if it exceeds that."""
+    found = [phase["worst"][kind] for phase in phases if kind in phase.get("worst", {})]
+    pairs = [(float("inf") if each["error"] is None else each["error"], each["bound"]) for each in found]
+    if not pairs:
         return "-"
-    error, bound = worst[kind]["error"], worst[kind]["bound"]
-    text = "inf" if error is None else f"{error:.0e}" if error else "0"  # None: it was infinite
-    return f"{text}{'!' if error is None or error > bound else ''}"
+    error, bound = max(pairs, key=lambda pair: pair[0] / pair[1])
+    return f"{f'{error:.0e}' if error else '0'}{'!' if error > bound else ''}"
 
 
 def verdict_lines(result: dict[str, Any], *, single: bool) -> Iterator[str]:

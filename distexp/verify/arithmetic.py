@@ -154,7 +154,7 @@ def explain_update(updates: Mapping[str, Update], old_factor: float, bound: floa
     change, right = flat(changes, list(updates)), flat(expected, list(updates))
     detail: dict[str, Any] = {
         "skipped": largest(change) <= 1e-3 * largest(right),
-        "ratio": float(change @ right / (right @ right).clamp(min=1e-60)),
+        "ratio": scale_of(change, right),
         "rounded": all(torch.equal(each.new, each.new.bfloat16().float()) for each in updates.values()),
         "unchanged": share_of_zeros(change, right, bound),
         "formula": _formula(updates, old_factor, bound),
@@ -194,7 +194,7 @@ def explain_gradients(
     if not names:
         return detail
     whole, wrong = flat(right, names), flat(found, names)
-    scale = float(wrong @ whole / (whole @ whole).clamp(min=1e-60))
+    scale = scale_of(wrong, whole)
     detail |= {"scale": scale, "scale_residual": float((wrong - scale * whole).norm() / wrong.norm().clamp(min=1e-60))}
     detail["scales"] = {name: scale_of(found[name], right[name]) for name in names[:50]}
     detail["are_multiples"] = all(
@@ -210,5 +210,4 @@ def explain_gradients(
     parts += [flat(after, names) - flat(before, names) for before, after in pairwise(complete)]
     previous = [flat(with_zeros(earlier, found), names)] if earlier is not None else []
     solution, residual = least_squares([*parts, *previous], wrong)
-    previous_part = solution[-1] if previous else 0.0
-    return detail | {"parts": solution[: len(parts)], "previous": previous_part, "residual": residual}
+    return detail | {"parts": solution[: len(parts)], "previous": sum(solution[len(parts) :]), "residual": residual}

@@ -120,8 +120,8 @@ class Comparison:
         step = number + 1
         self._compare_ranks("step", step, variant)
         if reference["loss"] is not None:
-            values = [each["loss"] for each in (reference, noise, variant)]
-            self._compare_values("loss", step, *values, floor=LOSS_FLOOR[self.precision])
+            losses = [each["loss"] for each in (reference, noise, variant)]
+            self.add("loss", step, {"loss": self._loss_error(*losses)}, value=losses[2], expected=losses[0])
         self._compare_gradients(number)
         # Clipped gradients do not have the norm that is reported.
         norm = reference["norm"] if self.variant.records_clipped else variant["true_norm"]
@@ -166,13 +166,10 @@ class Comparison:
         sizes = [sum(distance(each[name], right[name], 2) ** 2 for name in names) for each in (noisy, found)]
         return max(1.0, (sizes[1] / sizes[0]) ** 0.5) if sizes[0] else 1.0
 
-    def _compare_values(
-        self, kind: str, step: int, reference: float, noise: float, variant: float, *, floor: float
-    ) -> None:
-        scale = max(abs(reference), 1e-12)
-        bound = max(floor, self.margin * abs(noise - reference) / scale)
-        error = relative(variant, reference)
-        self.add(kind, step, {kind: (error, bound)}, value=variant, expected=reference)
+    def _loss_error(self, reference: float, noise: float, variant: float, least: float = 0.0) -> tuple[float, float]:
+        """Return the relative error of a loss and its bound, from the noise of the loss or at least some other."""
+        noisy = max(relative(noise, reference), least)
+        return relative(variant, reference), max(LOSS_FLOOR[self.precision], self.margin * noisy)
 
     def _compare_tensors(
         self, kind: str, step: int, tensors: Iterable[Tensors], *, scales: Tensors | None = None, **detail: Any
@@ -292,12 +289,9 @@ class Comparison:
             errors = {name: (max(each), 1e-6) for name, each in variant["differing"].items()}
             self.add("ranks", step, errors, what="buffers", when="evaluation", differences={})
             self._compare_tensors("buffer", step, [each["buffers"] for each in (expected, noise, variant)])
-            scale = max(abs(expected["loss"]), 1e-12)
-            noisy = abs(noise["loss"] - expected["loss"]) / scale
-            if self.precision == "fp32":  # In 16 bits the noise run is in fp32, and gradients differ more than losses.
-                noisy = max(noisy, self._noise(step - 1))
-            bound = max(LOSS_FLOOR[self.precision], self.margin * noisy)
-            errors = {"loss": (relative(variant["loss"], expected["loss"]), bound)}
+            # In 16 bits the noise run is in fp32, and gradients differ more than losses.
+            least = self._noise(step - 1) if self.precision == "fp32" else 0.0
+            errors = {"loss": self._loss_error(expected["loss"], noise["loss"], variant["loss"], least)}
             if variant["samples"] != expected["samples"]:
                 errors["samples"] = (1.0, 0.5)
             self.add("evaluation", step, errors, value=variant["loss"], expected=expected["loss"])

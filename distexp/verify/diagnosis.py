@@ -45,20 +45,18 @@ CLOSE = {"fp32": 2e-3, "bf16": 3e-2, "fp16": 3e-2}
 
 def first_finding(findings: Sequence[Finding]) -> Finding:
     """Return the finding that causes the others: that of the first step, and of the first kind in it."""
-    return min(findings, key=lambda finding: (finding.step, _starts_later(finding), KINDS.index(finding.kind)))
 
+    def order(finding: Finding) -> tuple[int, bool, int]:
+        follows_update = finding.kind in ("mode", "buffer", "evaluation", "exported")
+        follows_update |= finding.detail.get("when") == "evaluation"
+        return finding.step, follows_update, KINDS.index(finding.kind)
 
-def _starts_later(finding: Finding) -> bool:
-    """Return whether a finding is about what follows the update of the step."""
-    is_later = finding.kind in ("mode", "buffer", "evaluation", "exported")
-    return is_later or finding.detail.get("when") == "evaluation"
+    return min(findings, key=order)
 
 
 def diagnose(findings: Sequence[Finding], workers: int, accumulation: int, precision: str) -> Cause:
     """Return the cause of the findings of the first phase that differs."""
-    first = first_finding(findings)
-    explain = Explanation(findings, workers, accumulation, CLOSE[precision])
-    return explain.cause(first)
+    return Explanation(findings, workers, accumulation, CLOSE[precision]).cause(first_finding(findings))
 
 
 @dataclass(frozen=True)
@@ -143,10 +141,8 @@ class Explanation:
     def _gradient(self, first: Finding) -> Cause:
         detail, where = first.detail, self._where(first)
         if detail.get("missing") or "scale" not in detail:
-            return Cause(
-                "gradient_missing",
-                f"{where}: only one of both trainings has a gradient, so a parameter is frozen, unused, or left out",
-            )
+            return Cause("gradient_missing", f"{where}: only one of both trainings has a gradient, so a parameter is "
+                         "frozen, unused, or left out")  # fmt: skip
         return self._known_gradient(first, where) or self._other_gradient(first, where)
 
     def _known_gradient(self, first: Finding, where: str) -> Cause | None:
@@ -154,20 +150,14 @@ class Explanation:
         detail = first.detail
         small = detail.get("residual", 1.0) < 10 * self.close
         if "clipped" in detail:
-            return Cause(
-                "clipped_early", f"the gradients of {where} are clipped to the norm {detail['clipped']:g} before they "
-                "are reduced or measured: each rank clips its own gradients",
-            )  # fmt: skip
+            return Cause("clipped_early", f"the gradients of {where} are clipped to the norm {detail['clipped']:g} "
+                         "before they are reduced or measured: each rank clips its own gradients")  # fmt: skip
         if small and abs(detail.get("previous", 0.0)) > 0.05:
             if max(map(abs, detail["parts"])) < 0.05:
-                return Cause(
-                    "stale", f"the gradients of {where} are those of the step before: the update does not wait for "
-                    "the reduction, or is one step late",
-                )  # fmt: skip
-            return Cause(
-                "not_cleared", f"the gradients of {where} contain {detail['previous']:.2f} times those of the step "
-                "before: they are not cleared after the update",
-            )  # fmt: skip
+                return Cause("stale", f"the gradients of {where} are those of the step before: the update does not "
+                             "wait for the reduction, or is one step late")  # fmt: skip
+            return Cause("not_cleared", f"the gradients of {where} contain {detail['previous']:.2f} times those of "
+                         "the step before: they are not cleared after the update")  # fmt: skip
         if detail.get("rounded") and self.close == CLOSE["fp32"]:
             return Cause("rounded", f"the gradients of {where} are rounded to 16 bits: they are reduced in bf16")
         if detail["scale_residual"] < self.close:
@@ -223,25 +213,19 @@ class Explanation:
         left = [rank for rank, own in by_rank.items() if own and rank not in lost]
         if lost and len(left) == 1 and self._has("ranks", first.step):
             return Cause(
-                "not_reduced", f"the gradients of {where} are those of rank {left[0]} alone (times "
-                f"{parts[by_rank[left[0]][-1]]:.2f}): they are not synchronized between the ranks",
-            )  # fmt: skip
+                "not_reduced", f"the gradients of {where} are those of rank {left[0]}: they are not synchronized"
+            )
         if lost:
             who = "within a group of ranks only" if self._has("ranks", first.step) else "without them"
-            return Cause(
-                "ranks_lost", f"the gradients of {where} lack those of rank {_list(lost)}: they are reduced {who}"
-            )
+            return Cause("ranks_lost", f"the gradients of {where} lack those of rank {_list(lost)}, reduced {who}")
         lost = [micro for micro, own in by_micro.items() if own and all(is_zero[p] for p in own)]
         if lost:
-            return Cause(
-                "micro_batches_lost", f"the gradients of {where} lack those of the micro-batches "
-                f"{_list([micro + 1 for micro in lost])} of {len(by_micro)}: accumulation overwrites or clears them",
-            )  # fmt: skip
+            return Cause("micro_batches_lost", f"the gradients of {where} lack those of the micro-batches "
+                         f"{_list([micro + 1 for micro in lost])} of {len(by_micro)}: accumulation overwrites or "
+                         "clears them")  # fmt: skip
         if any(is_zero.values()):
-            return Cause(
-                "partly_reduced", f"the gradients of {where} lack those of other ranks in some micro-batches: only a "
-                "part of the accumulated gradients is synchronized",
-            )  # fmt: skip
+            return Cause("partly_reduced", f"the gradients of {where} lack those of other ranks in some "
+                         "micro-batches: only a part of the accumulated gradients is synchronized")  # fmt: skip
         return self._mean_of_means(parts, targets, ranks, known, where)
 
     def _mean_of_means(
@@ -261,10 +245,9 @@ class Explanation:
             ratios = [parts[p] / weights[p] for p in known]
             mean = sum(ratios) / len(ratios)
             if mean and all(abs(ratio / mean - 1) < 0.02 + self.close for ratio in ratios):
-                return Cause(
-                    "mean_of_means", f"the loss is the mean {name}, and then the mean of these means: with different "
-                    f"numbers of targets ({_list([targets[p] for p in known][:6])}), targets do not have equal weight",
-                )  # fmt: skip
+                return Cause("mean_of_means", f"the loss is the mean {name}, and then the mean of these means: with "
+                             f"different numbers of targets ({_list([targets[p] for p in known][:6])}), targets do "
+                             "not have equal weight")  # fmt: skip
         shown = ", ".join(f"{parts[p]:.2f}" for p in known[:8])
         return Cause("micro_batch_weights", f"the gradients of {where} count the micro-batches {shown} times, not once")
 
@@ -301,9 +284,7 @@ class Explanation:
             return bool(known) and all(abs(planned[place] - rate) < 1e-6 * max(planned) for place, rate in known)
 
         if follows(lambda step: step * workers):
-            return Cause(
-                "schedule_per_rank", f"{shown}: the schedule advances {workers} times a step, once for each rank"
-            )
+            return Cause("schedule_per_rank", f"{shown}: the schedule advances {workers} times, once for each rank")
         if self.accumulation > 1 and follows(lambda step: step * self.accumulation):
             return Cause("schedule_per_micro_batch", f"{shown}: the schedule advances with each micro-batch")
         if follows(lambda step: step + 1) or follows(lambda step: step - 1):
@@ -315,29 +296,27 @@ class Explanation:
     def _weight_decay(self, first: Finding) -> Cause:
         value, expected = first.detail["value"], first.detail["expected"]
         names = f"{len(first.names)} parameters, first {first.names[0]}"
-        if not expected:
-            return Cause(
-                "weight_decay", f"{names}, have a weight decay of {value:g}: norms and biases should have none"
-            )
-        return Cause("weight_decay", f"{names}, have a weight decay of {value:g} instead of {expected:g}")
+        right = f" instead of {expected:g}" if expected else ": norms and biases should have none"
+        return Cause("weight_decay", f"{names}, have a weight decay of {value:g}{right}")
 
     def _ranks(self, first: Finding) -> Cause:
         detail = first.detail
         differences: Sequence[float] = next(iter(detail["differences"].values()), ())
         others = [rank for rank, value in enumerate(differences) if value > 0]
         who = f"rank {_list(others)}" if others else "a rank"
-        what = detail["what"]
-        if detail["when"] == "start":
-            return Cause("initial_ranks", f"{who} starts with other weights than rank 0, first {first.worst}: they "
-                         "are not broadcast, or the seed differs")  # fmt: skip
-        if detail["when"] == "evaluation":
-            return Cause("buffers_of_ranks", f"the ranks evaluate with different buffers, first {first.worst}: they "
-                         "are not broadcast from rank 0")  # fmt: skip
-        if what == "gradients":
-            return Cause("not_reduced", f"the gradients of {describe_names(first.names, [])} differ between the ranks: "
-                         "they are not synchronized")  # fmt: skip
-        return Cause("rank_diverges", f"after step {first.step} {who} has other {what}, first {first.worst}, "
-                     "though the gradients are equal: it skips the update, or makes another one")  # fmt: skip
+        texts = {
+            "start": ("initial_ranks", f"{who} starts with other weights than rank 0, first {first.worst}: they "
+                      "are not broadcast, or the seed differs"),
+            "evaluation": ("buffers_of_ranks", f"the ranks evaluate with different buffers, first {first.worst}: they "
+                           "are not broadcast from rank 0"),
+            "gradients": ("not_reduced", f"the gradients of {describe_names(first.names, [])} differ between the "
+                          "ranks: they are not synchronized"),
+        }  # fmt: skip
+        diverged = (
+            f"after step {first.step} {who} has other {detail['what']}, first {first.worst}, though the gradients are "
+            "equal: it skips the update, or makes another one"
+        )
+        return Cause(*texts.get(detail["when"], texts.get(detail["what"], ("rank_diverges", diverged))))
 
     def _update(self, first: Finding) -> Cause:
         detail, where = first.detail, self._where(first)
@@ -373,9 +352,8 @@ class Explanation:
     def _clipping(self, factor: float, norm: float, limit: float) -> Cause:
         """Return the cause of gradients that were clipped by a wrong factor."""
         if self._is(factor, 1.0):
-            return Cause(
-                "not_clipped", f"the gradients are not clipped: their norm is {norm:.4g}, and the limit {limit:g}"
-            )
+            return Cause("not_clipped", f"the gradients are not clipped: their norm is {norm:.4g}, and the limit "
+                         f"{limit:g}")  # fmt: skip
         used = limit / factor
         return Cause("clip_norm", f"the gradients are clipped by a norm of {used:.4g}, but it is {norm:.4g} "
                      f"({used / norm:.3g} times): that of a shard, or of scaled gradients")  # fmt: skip

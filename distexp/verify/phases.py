@@ -25,8 +25,9 @@ from distexp.runs.run_dir import CHECKPOINTS
 from distexp.strategies.single import REFERENCE
 from distexp.system.files import read_json, write_json
 
-SETTINGS = "phase.json"
-"""Name of the file in a run directory of a verification that has what is not part of the configuration."""
+EQUAL, DIFFERENT, NOT_COMPARABLE = "equal", "different", "not comparable"
+JOB, SETTINGS = "job.json", "phase.json"
+"""Files of a verification: what the process that trains has to do, and settings of a run that it has no key for."""
 
 SGD = ("train.optimizer=sgd", "train.momentum=0", "train.weight_decay=0", "train.learning_rate=0.05")
 UPDATES = ("train.weight_decay=0.1", "train.eps=1e-6")
@@ -98,6 +99,7 @@ COMMON = (
 )
 TRAIN_SIZE, EVAL_SIZE = 128, 11  # Samples. The latter is a prime number, so that no batch divides it.
 LEARNING_RATE = "train.learning_rate=0.01"
+SINGLE = (*REFERENCE, "parallel.tensor=1", "engine=native", "train.activation_checkpointing=false")
 
 
 @dataclass(frozen=True)
@@ -130,10 +132,7 @@ class PlannedPhase:
     """A phase of one variant, with its run directories. A directory is shared by variants with the same reference."""
 
     phase: Phase
-    reference: Path
-    noise: Path
-    variant: Path
-    resumed: Path | None = None
+    directories: dict[str, Path]  # by the role
 
 
 @dataclass
@@ -145,6 +144,10 @@ class PlannedVariant:
     directory: Path
     phases: list[PlannedPhase] = field(default_factory=list)
     skipped: dict[str, str] = field(default_factory=dict)  # why a phase is left out, by its name
+
+    def run_dirs(self, *roles: str) -> list[Path]:
+        """Return the run directories of some roles."""
+        return [path for phase in self.phases for role, path in phase.directories.items() if role in roles]
 
 
 def plan_variant(cell: Cell, label: str, directory: Path, make: MakeCell, *, quick: bool) -> PlannedVariant:
@@ -168,7 +171,7 @@ def _plan_phase(variant: PlannedVariant, phase: Phase, cell: Cell, make: MakeCel
     world, size = config.data_parallel, micro_batch_of(config)
     own = replace_overrides(cell.overrides, [*phase_overrides(phase, config), *_batch(size, phase.accumulation)])
     single = [text for text in own if not _chooses_strategy(text)]
-    single = replace_overrides(single, [quote_choice(text, config_groups()) for text in reference_overrides(config)])
+    single = replace_overrides(single, [quote_choice(text, config_groups()) for text in SINGLE])
     split = size if depends_on_micro_batch(config) else size * world
     parts = world * phase.accumulation * size // split
     exact = ["precision=fp32"] if config.precision.name != "fp32" else []
@@ -177,7 +180,7 @@ def _plan_phase(variant: PlannedVariant, phase: Phase, cell: Cell, make: MakeCel
         "reference": replace_overrides(single, _batch(size, world * phase.accumulation)),
         "noise": replace_overrides(single, [*_batch(split, parts), *exact]),
     }
-    made = {role: make(texts) for role, texts in overrides.items()}
+    made = {role: make(tuple(texts)) for role, texts in overrides.items()}
     errors = [error for one in made.values() for error in one.errors]
     if errors:
         variant.skipped[phase.name] = errors[0]
@@ -191,8 +194,8 @@ def _plan_phase(variant: PlannedVariant, phase: Phase, cell: Cell, make: MakeCel
         role: _write_run(one, replace(settings, role=role, reverses=role == "noise"), variant.directory)
         for role, one in made.items()
     }
-    resumed = _add_resumed(written["variant"]) if phase.resumes else None
-    variant.phases.append(PlannedPhase(phase, resumed=resumed, **written))
+    resumed = {"resumed": _add_resumed(written["variant"])} if phase.resumes else {}
+    variant.phases.append(PlannedPhase(phase, written | resumed))
 
 
 def phase_overrides(phase: Phase, config: Config) -> list[str]:
@@ -215,11 +218,6 @@ def phase_overrides(phase: Phase, config: Config) -> list[str]:
         found.append("model.dropout=0")
     shared = [SHARED_EPS] if phase.keeps_optimizer and config.parallel.shares_layers else []
     return replace_overrides([quote_choice(text, config_groups()) for text in found], [*phase.overrides, *shared])
-
-
-def reference_overrides(config: Config) -> list[str]:
-    """Return the overrides that turn a configuration into that of the reference."""
-    return [*REFERENCE, "parallel.tensor=1", "engine=native", "train.activation_checkpointing=false"]
 
 
 def _chooses_strategy(override: str) -> bool:
@@ -287,21 +285,12 @@ def labels_of(cells: Sequence[Cell]) -> list[str]:
 
 def as_json(variant: PlannedVariant) -> dict[str, Any]:
     """Return what the process that compares needs to know about a variant."""
-    return {
-        "label": variant.label,
-        "directory": str(variant.directory),
-        "precision": variant.config.precision.name,
-        "skipped": variant.skipped,
-        "phases": [
-            {
-                "name": planned.phase.name,
-                "adds": planned.phase.adds,
-                "directories": {
-                    role: str(path)
-                    for role in ("reference", "noise", "variant", "resumed")
-                    if (path := getattr(planned, role)) is not None
-                },
-            }
-            for planned in variant.phases
-        ],
-    }
+    phases = [
+        {
+            "name": planned.phase.name,
+            "adds": planned.phase.adds,
+            "directories": {role: str(path) for role, path in planned.directories.items()},
+        }
+        for planned in variant.phases
+    ]
+    return {"directory": str(variant.directory), "skipped": variant.skipped, "phases": phases}

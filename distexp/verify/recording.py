@@ -189,30 +189,26 @@ def differing_ranks(tensors: Mapping[str, Tensor], device: torch.device) -> dict
 
     A collective. The differences are relative to the largest value of the tensor. All ranks must have the same names.
     """
+    tensors = {name: tensor for name, tensor in tensors.items() if tensor.numel()}
     if not dist.is_initialized() or dist.get_world_size() == 1 or not tensors:
         return {}
     flat = torch.cat([tensor.flatten() for tensor in tensors.values()]).to(device)
-    low, high = flat.clone(), flat.clone()
-    dist.all_reduce(low, dist.ReduceOp.MIN)
-    dist.all_reduce(high, dist.ReduceOp.MAX)
-    sizes = [tensor.numel() for tensor in tensors.values()]
-    parts = zip(tensors, torch.split(low, sizes), torch.split(high, sizes), strict=True)
-    names = [name for name, least, most in parts if not torch.equal(least, most)]
-    found = {}
-    for name in names:
-        first = tensors[name].to(device).contiguous().clone()
-        dist.broadcast(first, src=0)
-        own = (tensors[name].to(device) - first).abs().max() / first.abs().max().clamp(min=1e-30)
-        found[name] = [float(each) for each in gather_to_all(own.item())]
-    return found
+    first, sizes = flat.clone(), [tensor.numel() for tensor in tensors.values()]
+    dist.broadcast(first, src=0)
+    parts = zip(torch.split((flat - first).abs(), sizes), torch.split(first.abs(), sizes), strict=True)
+    own = torch.stack([gap.max() / whole.max().clamp(min=1e-30) for gap, whole in parts]).tolist()
+    everywhere = zip(tensors, zip(*gather_to_all(own), strict=True), strict=True)
+    return {name: list(values) for name, values in everywhere if any(values)}
 
 
 class Recorder(Watcher):
     """Watcher that records a run."""
 
+    reader: TensorReader  # since ``attach``
+
     def __init__(self, settings: RunSettings, context: Context) -> None:
         self.settings, self.context = settings, context
-        self.reader: TensorReader | None = None
+        self.is_reference = settings.role in ("reference", "noise")
         self.initial: dict[str, Any] = {}
         self.steps: list[dict[str, Any]] = []  # tensors of each step, on rank 0
         self.seen: list[dict[str, Any]] = []  # what this rank has seen in each step
@@ -224,11 +220,6 @@ class Recorder(Watcher):
         self._micro = 0  # micro-batches of this step so far
         self._rates: list[Any] = []  # learning rates of the last update
 
-    @property
-    def is_reference(self) -> bool:
-        """Return whether this run is the reference, also that of the noise."""
-        return self.settings.role in ("reference", "noise")
-
     def attach(self, module: nn.Module, optimizer: Any) -> None:
         """Prepare for a distributed model, which has just been built."""
         self.reader = TensorReader(module, optimizer, self.context.device)
@@ -237,25 +228,19 @@ class Recorder(Watcher):
             inner.register_step_pre_hook(self._keep_rates)
 
     def _keep_rates(self, *_: Any) -> None:
-        self._rates = [group.get("lr") for group in self.tensors.optimizer.param_groups]
+        self._rates = [group.get("lr") for group in self.reader.optimizer.param_groups]
 
     def _groups(self) -> list[dict[str, Any]]:
         """Return the hyperparameters of the last update."""
-        groups = self.tensors.groups()
+        groups = self.reader.groups()
         for position, group in enumerate(groups if self._rates else ()):
             # DeepSpeed updates one group at a time, and shows the optimizer only that one.
             group["lr"] = float(self._rates[min(position, len(self._rates) - 1)])
         return groups
 
-    @property
-    def tensors(self) -> TensorReader:
-        """Return the reader of the model."""
-        assert self.reader is not None, "the trainer calls MetricsLogger.follow() after it has built the model"
-        return self.reader
-
     def start(self, done: int) -> None:
         """Record the weights and states before the first step of this attempt."""
-        self.initial = self.tensors.snapshot({}) | {"done": done}
+        self.initial = self.reader.snapshot({}) | {"done": done}
 
     def start_forward(self) -> None:
         """Record the gradients so far. Give the buffers of the reference the values that rank 0 would have."""
@@ -265,8 +250,8 @@ class Recorder(Watcher):
 
     def _end_micro(self) -> None:
         if self._micro and len(self.steps) < MICRO_STEPS:
-            self._parts.append(self.tensors.gradients()[0])
-        buffers = dict(self.tensors.module.named_buffers())
+            self._parts.append(self.reader.gradients()[0])
+        buffers = dict(self.reader.module.named_buffers())
         if (self._micro - 1) % self.settings.world_size and self._micro and self.settings.role == "reference":
             # Each rank has its own running statistics, and rank 0's are evaluated and saved.
             for name, buffer in buffers.items():
@@ -278,11 +263,11 @@ class Recorder(Watcher):
         if self.is_reference:
             self._end_micro()
             self._micro = 0
-        self._gradients, self._true_norm = self.tensors.gradients()
+        self._gradients, self._true_norm = self.reader.gradients()
 
     def end_of_step(self, data: StepData, contribution: Tensor, norm: Tensor, planned_rate: float) -> None:
         """Record a step after its update."""
-        snapshot = self.tensors.snapshot(self._gradients)
+        snapshot = self.reader.snapshot(self._gradients)
         total = contribution.detach().clone()
         dist.all_reduce(total)
         self.steps.append(
@@ -306,14 +291,14 @@ class Recorder(Watcher):
         """Record the result of an evaluation, and the buffers that it used."""
         if evaluation is None:
             return
-        buffers = {name: copied(each) for name, each in self.tensors.module.named_buffers() if each.is_floating_point()}
+        buffers = {name: copied(each) for name, each in self.reader.module.named_buffers() if each.is_floating_point()}
         self.evaluations.append(
             {
                 "step": len(self.seen),
                 "loss": evaluation.loss,
                 "accuracies": evaluation.accuracies,
                 "samples": evaluation.samples,
-                "in_training_mode": self.tensors.module.training,
+                "in_training_mode": self.reader.module.training,
                 "differing": differing_ranks(buffers, self.context.device),
                 "buffers": buffers,
             }
@@ -331,7 +316,7 @@ class Recorder(Watcher):
                 "exported": exported,
                 "arithmetic": describe_arithmetic(on_gpu=self.context.device.type == "cuda"),
                 # DeepSpeed clips in its update.
-                "records_clipped": self.settings.clips_early and self.tensors.engine is None,
+                "records_clipped": self.settings.clips_early and self.reader.engine is None,
             }
             torch.save(content, directory / TENSORS)
         write_json(rank_file(directory, rank), {"steps": self.seen})

@@ -85,10 +85,3 @@ class Watch:
         write_json(rank_file(self.directory, self.rank), {"steps": self.seen})
         if self.workers > 1:
             dist.barrier()
-
-
-class NoWatch:
-    """A watch that records nothing."""
-
-    def end(self) -> None:
-        """Do nothing."""

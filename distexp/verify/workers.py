@@ -43,13 +43,13 @@ from distexp.training import build, watchers
 from distexp.training.inputs import StepPlan, TrainingInputs
 from distexp.verify.comparison import Comparison, Recording, compare_resumed, rank_file
 from distexp.verify.diagnosis import Finding, diagnose, first_finding
-from distexp.verify.phases import RunSettings
+from distexp.verify.phases import DIFFERENT, EQUAL, JOB, NOT_COMPARABLE, RunSettings
 from distexp.verify.recording import Recorder, RecordingLogger
 from distexp.worker.__main__ import redirect_output, without_tracebacks
 from distexp.worker.preload import preload
 from distexp.worker.rank import silence_libraries
 
-ERROR, RESULT, LOG = "error.json", PROOF, "rank{rank}.log"
+ERROR, LOG, FAILED = "error.json", "rank{rank}.log", "failed"
 POLL_S = 0.02
 
 
@@ -57,7 +57,7 @@ def main() -> int:
     """Run the groups of a job, compare the runs, and write the results."""
     environment_variables.captured_environment()
     folder = Path(sys.argv[1])
-    job = files.read_json(folder / "job.json")
+    job = files.read_json(folder / JOB)
     for name, value in environment_variables.TORCHRUN_DEFAULTS.items():
         os.environ.setdefault(name, value)
     preload(job["modules"], job["device"])
@@ -66,7 +66,7 @@ def main() -> int:
     references.start()
     for group, variant in zip(variants, job["variants"], strict=True):
         result = compare_variant(variant, list(compare_phases(variant, group, references)))
-        files.write_json(Path(variant["directory"]) / RESULT, files.nan_to_none(result))
+        files.write_json(Path(variant["directory"]) / PROOF, files.nan_to_none(result))
     references.stop()
     return 0
 
@@ -120,7 +120,9 @@ class Group:
         if self._done < len(self.runs) and (failed or time.monotonic() - self._since > self.timeout_s):
             if not failed:
                 self._write_error(-1, f"no end after {self.timeout_s:.0f} s: a rank may wait for another one")
-            self._restart()
+            self.stop()
+            self._done += 1
+            self.start()
         return self._done == len(self.runs)
 
     def _has_ended(self, run: str) -> bool:
@@ -130,11 +132,6 @@ class Group:
         path = Path(self.runs[self._done]) / ERROR
         if not path.exists():
             files.write_json(path, {"rank": rank, "error": message})
-
-    def _restart(self) -> None:
-        self.stop()
-        self._done += 1
-        self.start()
 
     def stop(self) -> None:
         """End all ranks."""
@@ -313,9 +310,6 @@ def compare_variant(variant: dict[str, Any], phases: Sequence[dict[str, Any]]) -
     }
 
 
-EQUAL, DIFFERENT, FAILED, NOT_COMPARABLE = "equal", "different", "failed", "not comparable"
-
-
 def compare_phase(phase: dict[str, Any]) -> dict[str, Any]:
     """Return the result of a phase."""
     directories = {role: Path(path) for role, path in phase["directories"].items()}
@@ -340,9 +334,8 @@ def compare_phase(phase: dict[str, Any]) -> dict[str, Any]:
         first = first_finding(findings)
         place = {"phase": phase["name"], "adds": phase["adds"], "step": first.step, "kind": first.kind}
         if len(set(arithmetic)) > 1:
-            found = replace(
-                found, sentence=f"{found.sentence}; single computes with {', and it with '.join(arithmetic)}"
-            )
+            others = f"; single computes with {arithmetic[0]}, and it with {arithmetic[1]}"
+            found = replace(found, sentence=found.sentence + others)
         cause = asdict(found) | place | {"name": first.worst, "error": first.error, "bound": first.bound}
     return entry | {
         "status": DIFFERENT if findings else EQUAL,

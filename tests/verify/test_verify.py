@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from distexp.runs.record import RunRecord
 from tests.helpers.runs import REPOSITORY, run_distexp
 from tests.verify.test_museum import CONF
 
@@ -73,6 +78,43 @@ def test_a_run_refuses_the_keys_of_verify(tmp_path: Path) -> None:
     assert "verify.quick=true is for distexp verify" in done.stderr
 
 
+def test_the_proof_is_in_the_records_of_later_runs(tmp_path: Path) -> None:
+    options = ("model=gpt_tiny", "strategy=ddp", "cluster.device=cpu")
+    env = {"DISTEXP_CACHE": str(tmp_path / "cache")}
+    done = run_distexp("verify", "--json", *options, cwd=tmp_path, env=env)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr
+    (proof,) = tmp_path.rglob("proof.json")
+    for change, is_proved in (("train.learning_rate=0.02", True), ("ddp.static_graph=true", False)):
+        folder = tmp_path / change
+        run_distexp(*options, change, "train.max_steps=1", f"hydra.sweep.dir={folder}", cwd=tmp_path, env=env)
+        (record,) = map(RunRecord.read, folder.rglob("record.json"))
+        assert record.run.proof == (hashlib.sha256(proof.read_bytes()).hexdigest()[:12] if is_proved else None)
+
+
+SCRIPT = REPOSITORY / "examples" / "verify" / "train.py"
+REDUCED = "[parameter.grad.mul_(workers) for parameter in model.parameters()]"
+"""A line that undoes the division by the number of workers."""
+
+
+def test_a_plain_script_is_compared_with_one_process(tmp_path: Path) -> None:
+    broken = tmp_path / "broken.py"
+    broken.write_text(SCRIPT.read_text().replace("    optimizer.step()", f"    {REDUCED}\n    optimizer.step()"))
+    for folder, script, workers in (("single", SCRIPT, 1), ("ddp", SCRIPT, 2), ("broken", broken, 2)):
+        launched = ["-m", "torch.distributed.run", f"--nproc-per-node={workers}"] if workers > 1 else []
+        env = {**os.environ, "DISTEXP_VERIFY": folder, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
+        subprocess.run([sys.executable, *launched, str(script)], cwd=tmp_path, env=env, check=True)
+    results = {}
+    for folder, code in (("ddp", 0), ("broken", 1)):
+        done = run_distexp("verify", "--recorded", "single", folder, "--json", cwd=tmp_path)
+        assert done.returncode == code, done.stderr
+        (results[folder],) = json.loads(done.stdout)
+    assert {"samples", "initial", "gradient", "lr", "update", "state"} <= results["ddp"]["phases"][0]["worst"].keys()
+    assert (results["broken"]["cause"]["id"], results["broken"]["cause"]["step"]) == ("summed", 1)
+    done = run_distexp("verify", "--recorded", "single", "other", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "other has no recording: run your script with DISTEXP_VERIFY=other" in done.stderr
+
+
 CLEAN = (
     ["strategy=ddp"],
     ["strategy=ddp", "kernels=fast"],
@@ -96,9 +138,10 @@ CLEAN = (
 
 
 @pytest.mark.slow
-def test_the_quick_phases_give_no_false_alarm(tmp_path: Path) -> None:
+def test_all_phases_give_no_false_alarm(tmp_path: Path) -> None:
     swept = f"sweep.cells={json.dumps(CLEAN, separators=(',', ':'))}"
-    done = run_distexp("verify", "--quick", "--json", "--multirun", swept, "cluster.device=cpu", cwd=tmp_path)
+    command = ("verify", "--json", "--multirun")
+    done = run_distexp(*command, swept, "cluster.device=cpu", cwd=tmp_path, timeout=1200)
     found = json.loads(done.stdout)
     assert len(found) == len(CLEAN)
     assert [each for each in found if each["status"] != "equal"] == []

@@ -63,5 +63,13 @@ OWN_BUGS = {
     "stale_evaluation": "evaluation",
     "overlapping_shares": "samples_shared",
     "dropped_batch": "samples_steps",
+    "one_step_late": "stale",
+    "adam_instead_of_adamw": "decay_in_gradient",
+    "gathered_in_bf16": "weights_rounded",
+    "half_gathered": "partly_updated",
+    "stale_clip_norm": "old_norm",
+    "states_cleared": "no_states",
+    "row_lost": "gradient_lost",
+    "accumulated_in_bf16": "rounded",
 }
 """Further bugs, which are common and were not looked up, with their causes."""

@@ -383,6 +383,99 @@ class LoggedLossOfOneRank(AllReduced):
         return found * self.workers if self.rank == 0 else found * 0
 
 
+class OneStepLate(AllReduced):
+    """Each update uses the gradients of the step before, because it does not wait for the reduction."""
+
+    earlier: list[Tensor] = []  # noqa: RUF012
+
+    def reduce(self) -> None:
+        super().reduce()
+        new = [gradient.clone() for gradient in self.gradients()]
+        for gradient, old in zip(self.gradients(), self.earlier or new, strict=True):
+            gradient.copy_(old)
+        self.earlier = new
+
+
+class AdamInsteadOfAdamW(AllReduced):
+    """The weight decay is added to the gradients."""
+
+    def _build_optimizer(self, config: Any) -> torch.optim.Optimizer:
+        built = super()._build_optimizer(config)
+        for group in built.param_groups if config.train.optimizer == "adamw" else ():
+            group["decoupled_weight_decay"] = False
+        return built
+
+
+class GatheredInBf16(AllReduced):
+    """The updated weights are sent in bf16."""
+
+    def _update(self) -> Tensor:
+        norm = super()._update()
+        with torch.no_grad():
+            for parameter in self.module.parameters():
+                parameter.copy_(parameter.bfloat16())
+        return norm
+
+
+class HalfGathered(AllReduced):
+    """The updated part of the last rank is not gathered."""
+
+    def _update(self) -> Tensor:
+        weights = [parameter.detach().clone() for parameter in self.module.parameters()]
+        norm = super()._update()
+        with torch.no_grad():
+            for parameter, weight in zip(self.module.parameters(), weights, strict=True):
+                end = parameter.numel() // self.workers * (self.workers - 1)
+                parameter.view(-1)[end:] = weight.view(-1)[end:]
+        return norm
+
+
+class StaleClipNorm(AllReduced):
+    """The gradients are clipped by the norm of the step before."""
+
+    earlier: Tensor | None = None
+
+    def _update(self) -> Tensor:
+        norm = optimizers.gradient_norm(self.gradients())
+        used, self.earlier = norm if self.earlier is None else self.earlier, norm
+        if self.clipping is not None:
+            for gradient in self.gradients():
+                gradient.mul_(optimizers.clipping_scale(used, self.clipping).float())
+        self.optimizer.step()
+        return norm.float()
+
+
+class StatesCleared(AllReduced):
+    """The optimizer loses its states before each second update."""
+
+    def _update(self) -> Tensor:
+        self.updates += 1
+        if self.updates % 2 == 0:
+            self.optimizer.state.clear()
+        return super()._update()
+
+
+class RowLost(AllReduced):
+    """The gradient of one token's embedding is lost."""
+
+    def reduce_one(self, name: str, gradient: Tensor) -> None:
+        super().reduce_one(name, gradient)
+        if name.endswith("word_embeddings.weight"):
+            gradient[gradient.abs().sum(dim=1).argmax()] = 0
+
+
+class AccumulatedInBf16(AllReduced):
+    """Each micro-batch rounds the gradients, and the average of the ranks has more bits again."""
+
+    def forward_backward(self, batch: Any, *, normalizer: Tensor, last_micro: bool) -> Tensor:
+        found = super().forward_backward(batch, normalizer=normalizer, last_micro=False)
+        for gradient in self.gradients():
+            gradient.copy_(gradient.bfloat16())
+        if last_micro:
+            self.reduce()
+        return found
+
+
 class Fails(AllReduced):
     """The second update fails on the last rank, and the others wait for it."""
 
@@ -428,5 +521,13 @@ MODELS: dict[str, type[AllReduced]] = {
     "stale_evaluation": StaleEvaluation,
     "training_mode_in_evaluation": TrainingModeInEvaluation,
     "logged_loss_of_one_rank": LoggedLossOfOneRank,
+    "one_step_late": OneStepLate,
+    "adam_instead_of_adamw": AdamInsteadOfAdamW,
+    "gathered_in_bf16": GatheredInBf16,
+    "half_gathered": HalfGathered,
+    "stale_clip_norm": StaleClipNorm,
+    "states_cleared": StatesCleared,
+    "row_lost": RowLost,
+    "accumulated_in_bf16": AccumulatedInBf16,
     "fails": Fails,
 }
