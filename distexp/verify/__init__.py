@@ -117,10 +117,7 @@ def watch(model: Any, optimizer: Any, *, precision: str = "fp32") -> Any:
 
 
 def compare_recordings(reference: Path, variant: Path, *, as_json: bool) -> None:
-    """Compare the recordings of a script, of one process and of several, and print the result.
-
-    Raise SweepFailedError if they differ, and ConfigError if they cannot be compared.
-    """
+    """Compare the recordings of a script, of one process and of several, and print the result as ``run_verify``."""
     for folder in (reference, variant):
         if not (folder / SETTINGS).is_file():
             raise ConfigError(f"{folder} has no recording: run your script with {RECORDING_VARIABLE}={folder}")
@@ -131,8 +128,8 @@ def compare_recordings(reference: Path, variant: Path, *, as_json: bool) -> None
     header = {"label": label, "workers": settings.world_size, "precision": settings.precision}
     header |= {"versions": {"distexp": __version__, **library_versions()}, "reference": reference.name}
     planned = {"directory": str(variant), "skipped": {}, "header": header, "phases": [phase]}
-    nothing: dict[str, Any] = {"environments": [], "runs": []}
-    job = {"modules": [], "device": "cpu", "timeout_s": 0.0, "groups": [nothing, nothing], "variants": [planned]}
+    groups: Any = [{"environments": [], "runs": []}] * 2
+    job = {"modules": [], "device": "cpu", "timeout_s": 0.0, "groups": groups, "variants": [planned]}
     files.write_json(variant / JOB, job)
     started = time.monotonic()
     run_workers(variant, os.environ)

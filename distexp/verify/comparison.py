@@ -99,6 +99,8 @@ class Comparison:
         self._compare_evaluations()
         last = self.variant.steps[-1]
         own = {**last["weights"], **last["buffers"]}
+        if self.variant.settings.exports_trained:
+            own = {name: own[name] for name in own if name in self.variant.exported or name in last["gradients"]}
         self._compare_tensors("exported", len(self.variant.steps), [own, own, self.variant.exported])
 
     def _runs(self) -> tuple[Recording, Recording, Recording]:

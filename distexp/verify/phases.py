@@ -119,6 +119,7 @@ class RunSettings:
     tensor: int = 1  # ranks with the same samples, because of tensor parallelism
     epochs: int = 1
     clipping: float | None = None  # limit of the gradient norm
+    exports_trained: bool = False  # whether exports leave out weights that are not trained
     clips_early: bool = False  # whether the trainer clips the gradients before they are recorded
 
     @classmethod
@@ -246,6 +247,7 @@ def _write_run(cell: Cell, settings: RunSettings, directory: Path) -> Path:
     settings = replace(
         settings, tensor=cell.config.parallel.tensor, precision=cell.config.precision.name,
         epochs=train.num_epochs, clipping=train.gradient_clipping,
+        exports_trained=cell.config.adapter.freezes_model,
         clips_early=cell.config.engine.name == "hf_trainer" and train.gradient_clipping is not None,
     )  # fmt: skip
     target = directory / settings.phase

@@ -73,11 +73,8 @@ class Watch:
         if self.rank == 0:
             last = self.steps[-1]
             content = {"initial": self.initial, "steps": self.steps, "exported": last["weights"] | last["buffers"]}
-            content |= {
-                "evaluations": [],
-                "records_clipped": False,
-                "arithmetic": describe_arithmetic(on_gpu=self.device.type == "cuda"),
-            }
+            arithmetic = describe_arithmetic(on_gpu=self.device.type == "cuda")
+            content |= {"evaluations": [], "records_clipped": False, "arithmetic": arithmetic}
             torch.save(content, self.directory / TENSORS)
             count = len(self.seen[0]["batches"])
             settings = RunSettings("script", "variant", self.workers, count, 0, 0, precision=self.precision)
