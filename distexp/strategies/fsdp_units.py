@@ -52,10 +52,10 @@ class Unit:
 
 
 def shard_units(
-    blueprint: Blueprint, config: Config, context: Context, shard: Callable[..., Any] = fsdp.fully_shard
+    blueprint: Blueprint, config: Config, context: Context, shard: Callable[..., Any] | None = None
 ) -> list[nn.Module]:
-    """Initialize and shard the units; return the blocks, or the model if it has none."""
-    model = blueprint.model
+    """Initialize the units, and shard them by FSDP or another function; return the blocks, or the model without any."""
+    model, shard = blueprint.model, shard or fsdp.fully_shard
     check_dimensions(model, "sharding by FSDP")
     named_blocks = find_units(model, config.fsdp.wrap)
     _check_shared_weights(model, named_blocks, config.fsdp.wrap)

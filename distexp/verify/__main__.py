@@ -18,7 +18,7 @@ Model, data, precision and strategy are those of the overrides. Batch sizes,
 length and optimizer are set by each phase.
 
   --quick           run the core phases only
-  --recorded        compare the recordings of a script with distexp.verify.watch,
+  --recorded        compare recordings of a script with distexp.verify.watch,
                     by one process and by several: two folders
   --json            print JSON for programs
 

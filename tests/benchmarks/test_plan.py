@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.plan import FIGURES, PREDICTED, compare, main, predict_cells, read_cells, result_path, run
+from benchmarks.plan import CELLS, FIGURES, PREDICTED, compare, main, predict_cells, read_cells, result_path, run
 
 TEXT = "text model=gpt strategy=single train.micro_batch_size=2"
 
@@ -21,7 +21,7 @@ def write(folder: Path, limit: int | None, **found: Any) -> None:
 
 
 def test_each_cell_has_its_own_arguments(tmp_path: Path) -> None:
-    cells = read_cells(tmp_path)
+    cells = read_cells(CELLS, tmp_path)
     assert len({cell.text for cell in cells}) == len(cells)
     assert {cell.gpus for cell in cells} == {1, 2}
     for cell in cells:
@@ -30,7 +30,7 @@ def test_each_cell_has_its_own_arguments(tmp_path: Path) -> None:
 
 
 def test_predictions_are_those_of_the_cells(tmp_path: Path) -> None:
-    assert set(json.loads(PREDICTED.read_text())["cells"]) <= {cell.text for cell in read_cells(tmp_path)}
+    assert set(json.loads(PREDICTED.read_text())["cells"]) <= {cell.text for cell in read_cells(CELLS, tmp_path)}
 
 
 def test_the_tables_have_errors_and_verdicts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -63,7 +63,7 @@ def completed(output: str = "") -> Any:
 
 
 def test_the_limits_are_shares_of_the_predicted_need(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cell = next(cell for cell in read_cells(tmp_path) if cell.limits)
+    cell = next(cell for cell in read_cells(CELLS, tmp_path) if cell.limits)
     figures = dict.fromkeys(FIGURES, 1000.0)
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: completed(json.dumps([{**figures, "seconds": 1.0}])))
     predict_cells([cell], tmp_path / "predicted.json")
@@ -73,7 +73,7 @@ def test_the_limits_are_shares_of_the_predicted_need(tmp_path: Path, monkeypatch
 
 def test_a_run_that_was_stopped_runs_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its folder would make distexp refuse the second run."""
-    (cell, *_) = read_cells(tmp_path)
+    (cell, *_) = read_cells(CELLS, tmp_path)
     target = result_path(tmp_path / "results", cell.text, None)
     record = target.with_suffix("") / "record.json"
     found = []

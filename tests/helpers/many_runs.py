@@ -33,8 +33,10 @@ def main() -> None:
     """Train all cells; rank 0 writes the record and the counted calls of each."""
     torch.set_num_threads(1)
     cells = sorted(path.parent for path in Path(sys.argv[1]).glob("*/spec.json"))
-    # The processes of a search must be forked before this one uses gloo.
-    specs = {cell: find_micro_batch(RunSpec.read(cell), cell, Events(cell, enabled=False))[0] for cell in cells}
+    # The processes of a search must be forked before this one uses gloo. Rank 0 keeps the connections, and so the
+    # server of the store, until the others have read their result.
+    found = {cell: find_micro_batch(RunSpec.read(cell), cell, Events(cell, enabled=False)) for cell in cells}
+    specs = {cell: spec for cell, (spec, _) in found.items()}
     context = join(specs[cells[0]], cells[0])
     allow_fp16(specs.values())
     for cell in cells:

@@ -26,6 +26,7 @@ from distexp.system.cgroups import Gpu
 from distexp.system.files import read_json
 from distexp.system.processes import handle_signals
 from tests.helpers.runs import resolve_cell
+from tests.helpers.sabotaged_runs import wait_for
 
 NOW_S = 1000.0
 
@@ -166,7 +167,7 @@ def test_late_trace_is_killed_with_its_processes(tmp_path: Path) -> None:
         (child,) = psutil.Process(parent.pid).children()
         left = continue_job(job(EndedProcess(pid=parent.pid), tmp_path, -1.0), start)
         assert parent.stdout.read() == b"", "the pipe is closed once the child has ended too"
-        assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
+        assert wait_for(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE)
     assert left is not None
     assert left.reason.startswith("it took longer than plan.timeout_s=900: set a larger one")
     assert left.deadline == NOW_S + FALLBACK_S

@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from distexp.data.base import IGNORE, Batch
 from distexp.distributed.context import Context
+from distexp.models.objective import entropy_of
 from distexp.strategies.base import load_strategy
 from distexp.strategies.ddp_reduction import StepWeights, add_to_masters, set_reduction
 from distexp.strategies.optimizer import read_model_tensors
@@ -41,7 +42,7 @@ def make_model(
     if ddp is not None:
         wrapped = DistributedDataParallel(module, bucket_cap_mb=0.005, gradient_as_bucket_view=True)
         set_reduction(wrapped, ddp, weights)
-    return TorchModel(
+    model = TorchModel(
         wrapped,
         config,
         context,
@@ -50,6 +51,8 @@ def make_model(
         distribution=lambda: read_ddp_distribution(wrapped) if ddp else distribution,
         weights=weights,
     )
+    model.entropy = entropy_of  # The compiled loss of graphs would round in another way.
+    return model
 
 
 def micro_batches(step: int) -> list[Batch]:
