@@ -17,7 +17,7 @@ import yaml
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks.measurement import environment_of_gpus, run
+from benchmarks.measurement import environment_of_gpus, read_record, read_result, run
 from benchmarks.peers.settings import LEARNING_RATE, WEIGHT_DECAY
 from benchmarks.plan import MODELS, write_model
 
@@ -79,7 +79,7 @@ def measure(loop: str, model: str, options: argparse.Namespace, folder: Path, ti
     code = run(command, environment_of_gpus(options.gpus), folder / "log.txt", timeout_s)
     facts = {"loop": loop, **settings, "model": model, "overrides": options.override}
     facts["wall_s"] = round(time.perf_counter() - started, 1)
-    result = our_result(folder / "run" / "record.json") if loop == "ours" else expert_result(folder / "result.json")
+    result = our_result(folder / "run" / "record.json") if loop == "ours" else read_result(folder / "result.json")
     if code == 0 and result.get("samples_per_second"):
         return {**facts, "status": "completed", **result}
     last = (folder / "log.txt").read_text(errors="replace")[-1500:]
@@ -121,31 +121,17 @@ def expert_command(settings: dict[str, Any], folder: Path) -> list[str]:
     return [sys.executable, *(several if settings["workers"] > 1 else []), *program]
 
 
-def expert_result(path: Path) -> dict[str, Any]:
-    """Return the result of the expert's loop, or an empty one."""
-    return json.loads(path.read_text()) if path.exists() else {}
-
-
 def our_result(path: Path) -> dict[str, Any]:
     """Return the result of a run of distexp: its speed and memory, or the reason why it has none."""
-    if not path.exists():
-        return {}
+    result = read_record(path)
+    if "samples_per_second" not in result:
+        return result
     record = json.loads(path.read_text())
-    if record["status"] != "completed":
-        return {"reason": f"{record['status']}: {(record['error'] or {}).get('message', '')}"}
     metrics, environment = record["metrics"], record["environment"] or {}
     return {
-        "samples_per_second": metrics["train_samples_per_second"],
-        "tokens_per_second": metrics["tokens_per_second"],
-        "step_ms": 1000 * metrics["step_time_s"]["p50"],
-        "peak_mib": max((rank["peak_allocated_mib"] for rank in record["memory"]["torch"]), default=None),
-        "loss": metrics["train_loss"],
-        "mfu": metrics.get("mfu"),
-        "hfu": metrics.get("hfu"),
-        "compile": metrics.get("compile"),
+        **result,
+        **{name: metrics.get(name) for name in ("tokens_per_second", "mfu", "hfu", "compile")},
         "built": record["built"],
-        "predicted": record["predicted"],
-        "gpu": environment.get("gpu_name"),
         "versions": {name: environment.get(name) for name in ("torch", "transformers", "python")},
         "commit": record["run"]["git_sha"],
         "clean": record["run"]["git_dirty"] is False,
