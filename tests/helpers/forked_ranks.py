@@ -6,6 +6,7 @@ transformers and DeepSpeed once more in each rank, which takes longer than most 
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import importlib
 import os
@@ -13,15 +14,20 @@ import runpy
 import signal
 import socket
 import sys
+import tempfile
 import traceback
 from pathlib import Path
 
 from distexp.launch.node_setup import EXTENSIONS_DIR, build_operators, current_environment, missing_operators
 from distexp.runs.record import RunSpec
 from distexp.strategies.base import load_strategy
+from distexp.strategies.zero.ds_operators import SHARED_MEMORY
 from distexp.system.processes import die_with_parent
 from distexp.worker.group import set_torchrun_defaults
 from distexp.worker.preload import own_modules, preload
+
+DUMP_AFTER_S = 600.0
+"""Less than the time after which the tests end the ranks."""
 
 
 def main() -> int:
@@ -49,13 +55,13 @@ def main() -> int:
 
 def preload_all(folders: list[str]) -> None:
     """Import what the runs in some folders need, and exclude it from the garbage collection of the ranks."""
-    operators: set[str] = set()
+    operators = {SHARED_MEMORY}
     for folder in map(Path, folders):
         for spec in sorted(folder.glob("*/spec.json")):
             config = RunSpec.read(spec.parent).config
             preload(own_modules(config), config.cluster.device)
             operators |= set(load_strategy(config).operators(config))
-            build_missing(sorted(operators), folder)
+    build_missing(sorted(operators))
     importlib.import_module("distexp.strategies.zero.ds_import")  # transformers needs it to save a model
     gc.collect()
     gc.freeze()
@@ -63,12 +69,13 @@ def preload_all(folders: list[str]) -> None:
     gc.unfreeze = lambda: None
 
 
-def build_missing(operators: list[str], folder: Path) -> None:
+def build_missing(operators: list[str]) -> None:
     """Build the operators of DeepSpeed as a run does: a rank that is killed while it builds would block all others."""
     environment = current_environment("cpu")
     os.environ[EXTENSIONS_DIR] = environment[EXTENSIONS_DIR]
     if missing := missing_operators(operators, environment):
-        build_operators(missing, environment, folder / "operators.log", lambda _: None)
+        with tempfile.TemporaryDirectory() as folder:
+            build_operators(missing, environment, Path(folder) / "operators.log", lambda _: None)
 
 
 def start_rank(rank: int, script: str, arguments: list[str]) -> int:
@@ -80,6 +87,7 @@ def start_rank(rank: int, script: str, arguments: list[str]) -> int:
     code = 1
     try:
         die_with_parent(parent=parent)
+        faulthandler.dump_traceback_later(DUMP_AFTER_S)  # a rank that hangs shows where
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
         sys.argv = [script, *arguments]
         runpy.run_path(script, run_name="__main__")
