@@ -46,12 +46,19 @@ def add_adapter(model: nn.Module, config: Config) -> nn.Module:
     import peft
 
     source = weights_source(config.model) if config.model.init == "pretrained" else None
-    whole = find_whole_modules(model, config)
+    whole, targets = find_whole_modules(model, config), find_targets(model, adapter, config.fsdp.wrap)
+    layers = [model.get_submodule(name) for name in _matched([name for name, _ in model.named_modules()], targets)]
+    largest = max((min(layer.weight.shape) for layer in layers if _has_matrix(layer)), default=adapter.rank)
+    if adapter.rank > largest:
+        raise ConfigError(
+            f"adapter.rank={adapter.rank} is larger than any rank of a target's weights: use at most {largest}, as "
+            f"adapter.rank={min(8, largest)}"
+        )
     settings = peft.LoraConfig(
         r=adapter.rank,
         lora_alpha=adapter.alpha,
         lora_dropout=adapter.dropout,
-        target_modules=find_targets(model, adapter, config.fsdp.wrap),
+        target_modules=targets,
         task_type=PEFT_TASKS.get(config.model.task),
         base_model_name_or_path=source,
     )
@@ -59,8 +66,8 @@ def add_adapter(model: nn.Module, config: Config) -> nn.Module:
         peft.inject_adapter_in_model(settings, model, adapter_name=ADAPTER)
     except ValueError as error:  # a layer of another kind, such as a norm
         raise ConfigError(
-            f"adapter.targets={adapter.targets} is not supported by peft ({str(error).splitlines()[0]}): use linear "
-            f"layers, as {_candidates(model, config.fsdp.wrap)}"
+            f"adapter.targets={adapter.targets} names {', '.join(sorted({type(layer).__name__ for layer in layers}))}, "
+            f"which peft does not support: use linear layers, as {_candidates(model, config.fsdp.wrap)}"
         ) from error
     for module in model.modules():
         if hasattr(module, "lora_A"):
@@ -131,6 +138,10 @@ def _linear_layers(model: nn.Module, wrap: str) -> Linears:
     blocks = find_units(model, wrap)
     layers = ((f"{block}.{name}", layer) for block, module in blocks for name, layer in module.named_modules())
     return {name: layer for name, layer in layers if isinstance(layer, nn.Linear) or type(layer).__name__ == "Conv1D"}
+
+
+def _has_matrix(layer: nn.Module) -> bool:
+    return isinstance(weight := getattr(layer, "weight", None), Tensor) and weight.dim() == 2
 
 
 def _matched(names: list[str], ends: list[str]) -> list[str]:

@@ -388,15 +388,17 @@ def test_a_missing_library_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize(
-    ("targets", "message"),
+    ("setting", "message"),
     [
-        ("[q_proj,inner]", "GPT has no layer q_proj: use adapter.targets=[query_key_value,output,inner]"),
-        ("[attention_norm]", "use linear layers, as adapter.targets=[query_key_value,output,inner]"),
-        ("[]", "no layer is named: use adapter.targets=[query_key_value,output,inner]"),
+        ("targets=[q_proj,inner]", "GPT has no layer q_proj: use adapter.targets=[query_key_value,output,inner]"),
+        ("targets=[attention_norm]", "names LayerNorm, which peft does not support: use linear layers, as adapter.t"),
+        ("targets=[1]", "names Block, which peft does not support: use linear layers, as adapter.targets=[query"),
+        ("targets=[]", "no layer is named: use adapter.targets=[query_key_value,output,inner]"),
+        ("rank=100000", "is larger than any rank of a target's weights: use at most 64, as adapter.rank=8"),
     ],
 )
-def test_targets_that_are_no_linear_layers_are_refused(targets: str, message: str, tmp_path: Path) -> None:
-    config = resolve_cell(*TINY, "strategy=single", f"adapter.targets={targets}")
+def test_adapters_that_fit_no_layer_are_refused(setting: str, message: str, tmp_path: Path) -> None:
+    config = resolve_cell(*TINY, "strategy=single", f"adapter.{setting}")
     with pytest.raises(ConfigError, match=re.escape(message)):
         build_model(config, load_data(config, alone(tmp_path)), alone(tmp_path))
 
