@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -150,6 +150,16 @@ STRATEGIES: dict[str, tuple[str, ...]] = {
 }
 """The strategies of a model, each on two workers."""
 
+IN_TURN = ("hybrid_shard", "zero1", "zero2")
+"""Strategies of which each architecture is trained with one. Their parts are those of the others."""
+
+
+def cells_of(kind: str) -> frozenset[str]:
+    """Return the strategies with which the tests train an architecture."""
+    left_out = {*IN_TURN} - {IN_TURN[list(CAUSAL).index(kind) % len(IN_TURN)]}
+    return frozenset(STRATEGIES) - left_out
+
+
 COMMON = (
     *("dataset=synthetic", "dataset._target_=zoo_ranks.load", "dataset.train_size=16", "dataset.eval_size=4"),
     *("dataset.max_length=24", "train.micro_batch_size=2", "train.max_steps=3", "train.num_epochs=2"),
@@ -173,18 +183,24 @@ def write_config(folder: Path, kind: str) -> Path:
 
 
 def train_all(
-    folder: Path, base: Sequence[str], models: Mapping[str, Mapping[str, Any]], cells: Mapping[str, tuple[str, ...]]
+    folder: Path,
+    base: Sequence[str],
+    models: Mapping[str, Mapping[str, Any]],
+    cells: Mapping[str, tuple[str, ...]],
+    chosen: Callable[[str], Iterable[str]] | None = None,
 ) -> None:
     """Train each model on one worker and, in each cell, on two or its own number, with the same global batch.
 
     One process imports the libraries for all. A model has values of keys, which are set in the configuration that the
-    overrides ``base`` and those of a cell give.
+    overrides ``base`` and those of a cell give. It is trained in the ``chosen`` cells, or in all.
     """
     single = ("strategy=single", "cluster.workers_per_node=1")
     for cell, strategy in {SINGLE: single, **cells}.items():
         spec = make_spec(*base, *COMMON, TRUSTED, "cluster.workers_per_node=2", *strategy)
         spec.config.train.gradient_accumulation_steps = 4 // spec.config.data_parallel
         for name, values in models.items():
+            if chosen is not None and cell not in {SINGLE, *chosen(name)}:
+                continue
             run = folder / f"{name}-{spec.world_size}" / cell
             run.mkdir(parents=True)
             own = copy.deepcopy(spec)
