@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -12,9 +13,12 @@ import altair as alt
 FEW_BARS = 8  # so few bars have their settings as labels
 # Characters of a line that fit into the room of the labels. With longer ones, the settings start a new line.
 LONGEST_LINE = 28
+# Start of a key that has no room in a line with its end and a value. The end starts a new line.
+LONG_KEY = r"(\w{10,}_)(?=\w{5,}=)"
 LINE_HEIGHT = 14  # pixels of a line of a label
 # Widths in pixels. From each on, up to the next, labels are where they fit at the smaller one.
 CHART_WIDTHS = (220, 420, 800, 100_000)
+ROOM, WIDEST_LETTER = 190, 7.5  # pixels of the labels of bars
 LETTER, LINE = 6.6, 12.0  # pixels of a letter at the font size of labels
 MARK = 6.0  # pixels from the center of a mark to its border, at most
 Row = dict[str, Any]
@@ -24,10 +28,17 @@ Range = tuple[float, float]  # lowest and highest value of an axis
 def label_axis(names: Sequence[str], text: str = "datum.label") -> alt.Axis:
     """Return the axis of the labels of bars; ``text`` is the Vega expression of a label."""
     broken = f"replace({text}, ' (', ', (')" if _breaks_settings(names) else text
+    if any(re.search(LONG_KEY, name) for name in names):
+        pattern = LONG_KEY.replace("\\", "\\\\")
+        broken = f"replace({broken}, regexp('{pattern}', 'g'), '$1, ')"
     offset = -LINE_HEIGHT * (_most_lines(names) - 1) / 2
+    # The room is that of the widest font: the library that draws the chart measures another one than a browser has.
+    ends = ", | (?=\\()" if _breaks_settings(names) else ", "
+    longest = max(len(line) for name in names for line in re.split(ends, re.sub(LONG_KEY, r"\1, ", name)))
     return alt.Axis(
-        labelExpr=f"split({broken}, ', ')", labelLimit=190, ticks=False, domain=False, grid=False, labelOffset=offset
-    )
+        labelExpr=f"split({broken}, ', ')", labelLimit=ROOM, ticks=False, domain=False, grid=False, labelOffset=offset,
+        minExtent=min(WIDEST_LETTER * longest, ROOM),
+    )  # fmt: skip
 
 
 def bar_height(names: Sequence[str], least: int) -> int:
@@ -36,7 +47,7 @@ def bar_height(names: Sequence[str], least: int) -> int:
 
 
 def _most_lines(names: Sequence[str]) -> int:
-    return max(name.count(", ") + 1 for name in names) + _breaks_settings(names)
+    return max(name.count(", ") + len(re.findall(LONG_KEY, name)) + 1 for name in names) + _breaks_settings(names)
 
 
 def _breaks_settings(names: Sequence[str]) -> bool:

@@ -71,8 +71,13 @@ def _find_smallest(overview: Overview) -> str:
     (least, small), (most, large) = (choose(sizes, key=lambda size: size[0]) for choose in (min, max))
     if len({group.task for group in groups}) > 1 or not differs(small, large, PARTS_TOTAL):
         return ""
-    names = short_name(overview, small), short_name(overview, large)
-    return f"A worker of {names[0]} holds {1 - least / most:.0%} less than one of {names[1]}"
+    names = [short_name(overview, group).split(", ") for group in (small, large)]
+    shared = [setting for setting in names[0] if setting in names[1]]
+    one, other = (", ".join(setting for setting in name if setting not in shared) for name in names)
+    if not (one and other):  # a setting that is off has no name
+        one, other, shared = ", ".join(names[0]), ", ".join(names[1]), []
+    both = f" ({', '.join(shared)})" if shared else ""
+    return f"A worker of {one} holds {1 - least / most:.0%} less than one of {other}{both}"
 
 
 def _draw_memory_parts(overview: Overview) -> alt.LayerChart:

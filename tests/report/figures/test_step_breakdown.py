@@ -229,3 +229,11 @@ def test_stragglers_are_named_with_their_evidence(tmp_path: Path) -> None:
     assert "In run 3, rank 1 (GPU 1 of n1) is 23% slower: SM clock at 1,200 MHz." in found
     assert "In run 3, rank 2 is 5% slower." in found
     assert "In run 3, rank 3 (GPU 3) has a problem: ECC errors." in found
+
+
+def test_the_end_of_a_long_key_starts_a_line() -> None:
+    short, long = (f"run 0 (strategy=ddp, {key}=2)" for key in ("zero_stage", "gradient_accumulation_steps"))
+    axes = [label_axis([name]).to_dict() for name in (short, long)]
+    assert "replace" not in axes[0]["labelExpr"]
+    assert bar_height([long], 0) - bar_height([short], 0) == LINE_HEIGHT
+    assert axes[0]["minExtent"] < axes[1]["minExtent"] < axes[1]["labelLimit"], "the key fits in two lines"
