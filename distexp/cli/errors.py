@@ -37,6 +37,16 @@ UNQUOTED_OVERRIDE = re.compile(
 )
 """An override without quotes inside a list of overrides, which need them."""
 
+CUTS = ", because this version cuts a model by parallel.tensor only: write "
+OTHER_CUTS = {
+    **dict.fromkeys(
+        ("parallel.pipeline", "parallel.schedule"),
+        f"{CUTS}strategy=fsdp parallel.tensor=2 cluster.workers_per_node=2",
+    ),
+    "parallel.expert": f"{CUTS}sharding=full_shard cluster.workers_per_node=2",  # which shards the experts too
+}
+"""Keys of ways to cut a model that other programs have and distexp does not, each with the nearest that it has."""
+
 IN_FILE = re.compile(r"In '([^']+)': ")
 """Start of Hydra's message about a value in a YAML file."""
 
@@ -96,7 +106,8 @@ def _explain_value(error: Exception) -> str:
         section = "is a group and not a section: write '# @package _global_' into the first line of the file"
         return f"{origin}{key} {section if is_section else f'has no keys: write {key}=OPTION'}"
     if isinstance(cause, (ConfigAttributeError, ConfigKeyError)) and key:
-        return f"{origin}{key} is not a key{suggest_key(key, known_keys()) or ': --cfg job prints all keys'}"
+        hint = OTHER_CUTS.get(key) or suggest_key(key, known_keys()) or ": --cfg job prints all keys"
+        return f"{origin}{key} is not a key{hint}"
     accepted = describe_values(key) if isinstance(cause, ValidationError) else None
     if accepted is not None:
         given = text.removeprefix("Error merging override ").lstrip("+")
