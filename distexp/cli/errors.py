@@ -37,7 +37,7 @@ UNQUOTED_OVERRIDE = re.compile(
 )
 """An override without quotes inside a list of overrides, which need them."""
 
-CUTS = ", because this version cuts a model by parallel.tensor only: write "
+CUTS = ", because this version has parallel.tensor and parallel.context only: write "
 OTHER_CUTS = {
     **dict.fromkeys(
         ("parallel.pipeline", "parallel.schedule"),

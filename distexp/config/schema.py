@@ -303,8 +303,8 @@ class Config:
 
     @property
     def data_parallel(self) -> int:
-        """Return how many workers, or groups of workers that share each layer, have their own rows of a batch."""
-        return max(1, self.cluster.world_size // self.parallel.tensor)
+        """Return how many workers, or groups of workers with the same rows, have their own rows of a batch."""
+        return max(1, self.cluster.world_size // self.parallel.copies)
 
     @property
     def is_preflight(self) -> bool:

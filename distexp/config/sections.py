@@ -309,11 +309,19 @@ class ParallelConfig:
         1, "Workers of a node that share the matrices of each layer (tensor parallelism), with the same rows.",
         at_least=1, id_if_changed=True,
     )  # fmt: skip
+    context: int = key(
+        1, "Workers of a node that share the tokens of each row (context parallelism).", at_least=1, id_if_changed=True
+    )
 
     @property
     def shares_layers(self) -> bool:
         """Return whether several workers share each layer."""
         return self.tensor > 1
+
+    @property
+    def copies(self) -> int:
+        """Return how many workers have the same rows."""
+        return self.tensor * self.context
 
 
 @dataclass

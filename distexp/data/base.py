@@ -52,6 +52,24 @@ class Samples(Protocol):
 
 
 @dataclass(frozen=True)
+class TokenSlice:
+    """The tokens of each row of which one of several workers computes the hidden states and logits."""
+
+    rank: int  # of the worker among those with the same rows
+    workers: int
+
+    def of(self, length: int) -> slice:
+        """Return the positions of the tokens. Raise ConfigError if the workers cannot have equally many."""
+        if length % self.workers:
+            raise ConfigError(
+                f"parallel.context={self.workers} must divide the {length} tokens of a row: use dataset.padding="
+                f"max_length and dataset.max_length={-(-length // self.workers) * self.workers}, or parallel.context=1"
+            )
+        width = length // self.workers
+        return slice(self.rank * width, (self.rank + 1) * width)
+
+
+@dataclass(frozen=True)
 class Batch:
     """The samples of one micro-batch.
 
@@ -65,6 +83,7 @@ class Batch:
     num_targets: int  # labels that count towards the loss
     num_tokens: int  # input tokens of these samples without padding; 0 for images
     num_token_pairs: int = 0  # sum of the squares of their lengths; 0: unknown, and equal lengths are assumed
+    own: TokenSlice | None = None  # tokens whose logits this worker computes; None: all. Inputs and labels are whole.
 
     @property
     def num_positions(self) -> int:
@@ -207,6 +226,20 @@ class LabelsForHead:
         batch = self.collate(samples)
         check_returned(batch, Batch, COLLATE)
         return replace(batch, inputs={**batch.inputs, TARGET_LABELS: batch.labels})
+
+
+@dataclass(frozen=True)
+class SharedRows:
+    """Collate function for ``parallel.context``: the batch states which tokens of its rows this worker has."""
+
+    collate: Callable[[Sequence[Sample]], Batch]
+    own: TokenSlice
+
+    def __call__(self, samples: Sequence[Sample]) -> Batch:
+        """Collate samples. The loss of this worker is that of its own tokens."""
+        batch = self.collate(samples)
+        check_returned(batch, Batch, COLLATE)
+        return replace(batch, own=self.own)
 
 
 def kept_tokens(targets: int, tokens: int, *, compiled: bool) -> int:

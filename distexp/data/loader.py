@@ -27,7 +27,7 @@ class BatchSharding:
     world_size: int
     micro_batch_size: int
     accumulation: int = 1  # micro-batches of each rank in one optimizer step
-    copies: int = 1  # workers that have the same rank here, because they share each layer
+    copies: int = 1  # workers that have the same rank here, because they share its rows
 
     @property
     def global_batch(self) -> int:

@@ -22,16 +22,22 @@ class Context:
     device: device
     run_dir: Path
     tensor: int = 1  # workers with the same rows, which share each layer. Their ranks are consecutive.
+    slices: int = 1  # workers with the same rows, which share the tokens. Their ranks are consecutive.
+
+    @property
+    def copies(self) -> int:
+        """Return how many workers have the same rows."""
+        return self.tensor * self.slices
 
     @property
     def data_rank(self) -> int:
         """Return the number of this worker among those with other rows."""
-        return self.rank // self.tensor
+        return self.rank // self.copies
 
     @property
     def data_parallel(self) -> int:
-        """Return how many workers, or groups of workers that share each layer, have their own rows."""
-        return self.world_size // self.tensor
+        """Return how many workers, or groups of workers with the same rows, have their own rows."""
+        return self.world_size // self.copies
 
     @property
     def node(self) -> int:

@@ -110,9 +110,8 @@ def join(spec: RunSpec, run_dir: Path, store: Store | None = None, *, overhead_m
         rank=-1 if store is None else rank,
         world_size=-1 if store is None else world_size,
     )
-    return Context(
-        rank, world_size, local_rank, per_node, world_size // per_node, device, run_dir, spec.config.parallel.tensor
-    )
+    nodes, parallel = world_size // per_node, spec.config.parallel
+    return Context(rank, world_size, local_rank, per_node, nodes, device, run_dir, parallel.tensor, parallel.context)
 
 
 def collective_timeout(hang_timeout_min: float) -> timedelta:

@@ -118,8 +118,9 @@ class StepProfile:
 
     @property
     def data_parallel(self) -> int:
-        """Return how many workers, or groups of workers that share each layer, have their own rows."""
-        return max(1, self.world_size // self.number("parallel.tensor", 1))
+        """Return how many workers, or groups of workers with the same rows, have their own rows."""
+        copies = self.number("parallel.tensor", 1) * self.number("parallel.context", 1)
+        return max(1, self.world_size // copies)
 
     @property
     def global_batch(self) -> int:

@@ -102,15 +102,18 @@ class BloomAttention(modeling_bloom.BloomAttention):  # type: ignore[misc]  # tr
     ) -> tuple[Tensor, None]:
         """Return the hidden states after attention, shape (batch, length, hidden); ``alibi`` is for flex attention."""
         query, key, value = self._reshape(self.query_key_value(hidden_states))
-        if isinstance(attention_mask, Tensor):
-            dropout = self.attention_dropout.p if self.training else 0.0
-            mixed = functional.scaled_dot_product_attention(
-                query, key, value, attn_mask=attention_mask, dropout_p=dropout
-            )
-        else:
-            mixed = attentions.attend_flex(query, key, value, attention_mask, alibi)
+        mixed = self.attend(query, key, value, attention_mask, alibi)
         projected = self.dense(mixed.transpose(1, 2).flatten(2))
         return modeling_bloom.dropout_add(projected, residual, self.hidden_dropout, self.training), None
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | BlockMask, alibi: ScoreFunction | None
+    ) -> Tensor:
+        """Return the mixed values, shape (batch, heads, length, head size), as that of the inputs."""
+        if not isinstance(mask, Tensor):
+            return attentions.attend_flex(query, key, value, mask, alibi)
+        dropout = self.attention_dropout.p if self.training else 0.0
+        return functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, dropout_p=dropout)
 
 
 class BloomModel(modeling_bloom.BloomModel):  # type: ignore[misc]  # transformers has no types

@@ -30,18 +30,21 @@ class Attention(nn.Module):
 
     def forward(self, hidden: Tensor, mask: Mask) -> Tensor:
         """Return the attention output, shape (batch, length, hidden); a tensor mask has (batch, 1, length, length)."""
-        samples, length, _ = hidden.shape
-        shape = (samples, length, -1, self.width)  # With parallel.tensor, a worker has some of the heads.
-        query, key, value = (part.view(shape).transpose(1, 2) for part in self.query_key_value(hidden).chunk(3, dim=-1))
-        if isinstance(mask, BlockMask):
-            mixed = attend_flex(query, key, value, mask)
-        else:
-            dropout = self.dropout if self.training else 0.0
-            mixed = functional.scaled_dot_product_attention(
-                query, key, value, attn_mask=mask, dropout_p=dropout, is_causal=mask is None
-            )
+        heads = (-1, self.width)  # With parallel.tensor, a worker has some of the heads.
+        parts = self.query_key_value(hidden).chunk(3, dim=-1)
+        query, key, value = (part.unflatten(-1, heads).transpose(1, 2) for part in parts)
+        mixed = self.attend(query, key, value, mask)
         projected: Tensor = self.output(mixed.transpose(1, 2).flatten(2))
         return projected
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> Tensor:
+        """Return the mixed values, shape (batch, heads, length, width), as that of the inputs."""
+        if isinstance(mask, BlockMask):
+            return attend_flex(query, key, value, mask)
+        dropout = self.dropout if self.training else 0.0
+        return functional.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, dropout_p=dropout, is_causal=mask is None
+        )
 
 
 class MLP(nn.Module):

@@ -15,11 +15,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from distexp.config import ConfigError, TrainConfig
-from distexp.data.base import IGNORE, TARGET_LABELS, TARGET_POSITIONS
-from distexp.models.objective import AUX_LOSS, LOSS_SUM, get_logits, linear_cross_entropy
+from distexp.data.base import TARGET_LABELS, TARGET_POSITIONS, TokenSlice
+from distexp.models.objective import AUX_LOSS, LOSS_SUM, get_logits, linear_cross_entropy, next_labels
 from distexp.system.torch_internals.tensors import has_values
 
 CONSTANT = 4096.5
@@ -48,6 +47,7 @@ class HeadForward:
     def __init__(self, head: nn.Module, train: TrainConfig) -> None:
         self.head, self.plain_forward = head, head.forward
         self.request = HeadRequest()
+        self.own: TokenSlice | None = None  # tokens of which this worker has the hidden states; None: all
         self.logits = train.logits or "all"
         self.chunk_tokens = train.loss_chunk_tokens if train.loss == "chunked" else None
         self.vocabulary = getattr(head, "out_features", None)  # the weight may be sharded
@@ -60,10 +60,14 @@ class HeadForward:
         if request.is_plain:
             logits: Tensor = self.plain_forward(hidden)
             return logits
-        if tuple(hidden.shape[:-1]) != request.shape:
+        expected = request.shape
+        if self.own is not None:
+            own = self.own.of(expected[1])
+            expected = (expected[0], own.stop - own.start)
+        if tuple(hidden.shape[:-1]) != expected:
             raise ConfigError(
                 f"{self.settings}: the output head gets hidden states of shape {tuple(hidden.shape)} for inputs of "
-                f"shape {request.shape}: {self.hint}"
+                f"shape {expected}: {self.hint}"
             )
         rows = hidden.flatten(0, -2)
         if request.positions is not None:
@@ -77,8 +81,8 @@ class HeadForward:
         weight: Any = self.head.weight
         bias: Any = self.head.bias
         assert self.chunk_tokens is not None, "only a chunked loss has labels"
-        next_labels = functional.pad(labels[:, 1:], (0, 1), value=IGNORE).flatten()
-        return _as_logits(linear_cross_entropy(rows, weight, bias, next_labels, self.chunk_tokens), len(weight))
+        following = next_labels(labels, self.own).flatten()
+        return _as_logits(linear_cross_entropy(rows, weight, bias, following, self.chunk_tokens), len(weight))
 
 
 def adapt_head(model: nn.Module, train: TrainConfig) -> None:

@@ -13,7 +13,7 @@ from torch.nn import functional
 from distexp.config import ConfigError
 from distexp.config.custom_code import PAGE, describe_type
 from distexp.config.tasks import task_of
-from distexp.data.base import IGNORE, Batch
+from distexp.data.base import IGNORE, Batch, TokenSlice
 
 LOSS_SUM = "loss_sum"
 """Key of the loss in the outputs of a model that computes it, summed over the targets: with ``train.loss=own``, or in
@@ -80,7 +80,10 @@ def evaluation_sums(task: str, outputs: Any, batch: Batch) -> Tensor:
     loss = cross_entropy_sum(task, outputs, batch)
     sums = torch.zeros(4, dtype=torch.float64, device=loss.device)
     sums[0] = loss.detach()
-    sums[1].fill_(batch.num_targets)  # sums[1] = ... would block until the GPU is idle
+    if batch.own is None:
+        sums[1].fill_(batch.num_targets)  # sums[1] = ... would block until the GPU is idle
+    else:
+        sums[1] = (next_labels(batch.labels, batch.own) != IGNORE).sum()
     if task_of(task).has_classes:
         sums[2], sums[3] = (count_correct(task, outputs, batch, choices=choices) for choices in (1, 5))
     return sums
@@ -113,11 +116,19 @@ def get_logits(outputs: Any) -> Tensor:
 
 def _align(task: str, outputs: Any, batch: Batch) -> tuple[Tensor, Tensor]:
     """Return logits (labels, classes) and the labels they predict, shape (labels,)."""
-    kind, logits, labels = task_of(task), get_logits(outputs), batch.labels
-    if kind.is_causal:
-        # Shift the labels, not the logits: logits[:, :-1] would copy all logits.
-        labels = functional.pad(labels[:, 1:], (0, 1), value=IGNORE)
+    kind, logits = task_of(task), get_logits(outputs)
+    labels = next_labels(batch.labels, batch.own) if kind.is_causal else batch.labels
     return (logits.flatten(0, 1), labels.flatten()) if kind.labels_tokens else (logits, labels)
+
+
+def next_labels(labels: Tensor, own: TokenSlice | None) -> Tensor:
+    """Return the label that each token predicts, or each own one; the last token of a row predicts none.
+
+    The label of the last token of a slice is the first one of the next slice.
+    """
+    # Shift the labels, not the logits: logits[:, :-1] would copy all logits.
+    following = functional.pad(labels[:, 1:], (0, 1), value=IGNORE)
+    return following if own is None else following[:, own.of(labels.shape[1])]
 
 
 def whole_logits(outputs: Any) -> Tensor:

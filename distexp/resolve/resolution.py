@@ -17,7 +17,7 @@ from distexp.config.model_checks import ATTENTIONS, model_errors, several_length
 from distexp.resolve import compile_results, resources, scaling_rules, section_checks
 from distexp.resolve.resources import MAX_CPU_BYTES, estimate_image_bytes
 from distexp.strategies.base import fused_update_error, load_strategy
-from distexp.strategies.parallel.checks import UNSHARED, tensor_errors
+from distexp.strategies.parallel.checks import parallel_errors, unshared
 
 MAX_GPU_BYTES = 4 * 10**9
 """Decoded images that ``dataset.cache`` keeps on the GPU. TinyImageNet has 1.35 GB."""
@@ -63,7 +63,7 @@ def fast_values(config: Config) -> Mapping[str, Any]:
     if errors:
         raise ConfigError(errors)
     chosen = {**_model_values(config), **_image_values(config), **values}
-    excluded = UNSHARED if config.parallel.shares_layers else {}
+    excluded = unshared(config)
     return {key: value for key, value in chosen.items() if key not in excluded}
 
 
@@ -77,7 +77,7 @@ def _attention(config: Config) -> str:
         return "auto"
     if config.cluster.device != "cuda":
         return "sdpa" if config.dataset.packing else "auto"
-    if config.parallel.shares_layers:
+    if config.parallel.copies > 1:
         return "sdpa"
     width = (model.hidden_size or 0) // (model.num_heads or 1)
     return "flex" if width >= 16 and not model.dropout else "sdpa"  # There is no GPU kernel for narrower heads.
@@ -312,7 +312,7 @@ CROSS_CHECKS: tuple[Step, ...] = (
     section_checks.check_adapter,
     resources.check_device,
     resources.check_strategy,
-    tensor_errors,
+    parallel_errors,
     resources.check_trainer,
     check_speed_options,
 )

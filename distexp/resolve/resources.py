@@ -17,6 +17,7 @@ from distexp.data.sources.image_folder import IMAGE_FOLDER, find_images
 from distexp.data.sources.rows import is_local
 from distexp.engines.base import load_trainer
 from distexp.strategies.base import COMMUNICATION, load_strategy
+from distexp.strategies.parallel.checks import degrees
 
 
 class LauncherTraits(ABC):
@@ -98,10 +99,11 @@ def set_strategy_defaults(config: Config) -> None:
 def check_strategy(config: Config) -> list[str]:
     """Return an error for each thing that the strategy cannot do."""
     strategy = load_strategy(config)
-    if config.parallel.shares_layers and not strategy.shares_layers:
+    if config.parallel.copies > 1 and not strategy.shares_layers:
         return [
-            f"parallel.tensor={config.parallel.tensor} is not supported by strategy={config.strategy.name}: choose "
-            "strategy=fsdp or strategy=ddp, or parallel.tensor=1"
+            f"{typed} is not supported by strategy={config.strategy.name}: choose strategy=fsdp or strategy=ddp, or "
+            f"{alone}"
+            for typed, alone in degrees(config)
         ]
     with shorten_errors(config.strategy._target_, "main_option()"):
         option = strategy.main_option(config)  # shown while the run trains, so an error would appear only then

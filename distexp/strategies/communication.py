@@ -189,8 +189,9 @@ def sharding_of(config: Config) -> Sharding:
 
 def mesh_shape(config: Config) -> tuple[int, int]:
     """Return the mesh axes (replicate, shard)."""
-    cluster = config.cluster
-    return sharding_of(config).mesh_shape(config.data_parallel, nodes=cluster.nodes, replicas=config.fsdp.replicas)
+    cluster, replicas = config.cluster, config.fsdp.replicas
+    workers = cluster.world_size // config.parallel.tensor
+    return sharding_of(config).mesh_shape(workers, nodes=cluster.nodes, replicas=replicas)
 
 
 ONE_WORKER_AXIS = {

@@ -165,6 +165,7 @@ class DDP(Strategy):
             "wrapper": "DistributedDataParallel",
             "world_size": workers,
             "mesh": [workers, 1],
+            "context": config.parallel.context,
             "sharded_units": 0,
             "offload": "none",
             "communication_dtype": {"fp32": "float32", "bf16": "bfloat16"}[config.ddp.communication],

@@ -64,7 +64,7 @@ class FSDP(Strategy):
                 f"parallel.tensor={config.parallel.tensor} with sharding={config.fsdp.sharding} needs a mesh of three "
                 "axes, which is not supported: choose sharding=full_shard, sharding=shard_grad_op or strategy=ddp"
             ]
-        replicas, workers = config.fsdp.replicas, config.data_parallel
+        replicas, workers = config.fsdp.replicas, config.cluster.world_size
         if replicas is None:
             return []
         if sharding_of(config) is not Sharding.HYBRID_SHARD:
@@ -130,6 +130,7 @@ class FSDP(Strategy):
             "world_size": config.cluster.world_size,
             "mesh": list(mesh_shape(config)),
             "tensor": config.parallel.tensor,
+            "context": config.parallel.context,
             "offload": "parameters+gradients+optimizer" if config.offload.enabled else "none",
         }
 

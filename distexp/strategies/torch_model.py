@@ -25,6 +25,7 @@ from distexp.runs.record_sections import Built
 from distexp.strategies import optimizer as optimizers
 from distexp.strategies.base import load_strategy
 from distexp.strategies.ddp_reduction import StepWeights
+from distexp.strategies.parallel.context import shared_rows
 from distexp.strategies.parallel.tensor import fused_rows, in_original_order
 from distexp.system.torch_internals.collectives import ddp_communication_dtype
 from distexp.system.torch_internals.tensors import active_autocast_dtype
@@ -79,7 +80,7 @@ class TorchModel:
         self.device = context.device
         self.strategy = config.strategy.name
         self.task, self.entropy = config.model.task, training_entropy(config)
-        self.data_parallel, self.tensor = context.data_parallel, context.tensor
+        self.averaged, self.tensor = context.world_size // context.tensor, context.tensor
         self.clipping = config.train.gradient_clipping
         self.sync_context = sync_context
         self.copies = weights
@@ -130,7 +131,7 @@ class TorchModel:
             if self.missing is not None:
                 self.missing.record(loss)
             # Gradients are averaged over the ranks, but the normalizer requires their sum.
-            self.scaler.scale(loss * self.data_parallel).backward()  # type: ignore[no-untyped-call]
+            self.scaler.scale(loss * self.averaged).backward()  # type: ignore[no-untyped-call]
         if self.copies is not None and self.collects and not (last_micro and self.reduces_masters):
             self.copies.collect_gradients()
         return metrics if self.tensor == 1 else metrics / self.tensor  # The workers that share layers have the same.
@@ -322,6 +323,7 @@ def describe(
         world_size=dist.get_world_size(),
         mesh=distribution.mesh,
         tensor=distribution.tensor,
+        context=shared_rows(module),
         sharded_units=distribution.sharded_units,
         zero_stage=None,
         offload=distribution.offload,

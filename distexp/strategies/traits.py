@@ -113,7 +113,7 @@ class Traits:
     lighter: ClassVar[str] = ""  # without such a group: override that needs less memory, as in Option
     smallest_states: ClassVar[str] = ""  # override for which several workers keep least of the states, if it has one
     offload_with: ClassVar[str] = ""  # override with which other strategies can offload, if it is the best for that
-    shares_layers: ClassVar[bool] = False  # whether ``parallel.tensor`` is supported
+    shares_layers: ClassVar[bool] = False  # whether the section ``parallel`` is supported
     is_compilable: ClassVar[bool] = False  # whether ``kernels=fast`` compiles the model on a GPU with all options
     tracer: ClassVar[str | None] = None
     cpu_memory: ClassVar[CpuMemory | None] = None  # of a worker on CPUs. None: not measured, so there is no verdict
@@ -178,6 +178,7 @@ class Traits:
         workers, degree = config.cluster.world_size, setting(config, "parallel.tensor") or 1
         # With two axes, the mesh has two more communicators. That they need as much as the first is an assumption.
         axes = sum(size > 1 for size in (degree, workers // degree)) if degree > 1 else 0
+        axes += (setting(config, "parallel.context") or 1) > 1
         return known * (1 + axes) if workers > 1 else 0.0
 
     def host_worker_mib(self, config: Config) -> float:
@@ -210,11 +211,12 @@ class Traits:
 
     @staticmethod
     def fewer_shared_layers(step: ProfiledStep) -> Iterator[Advice]:
-        """Yield a smaller ``parallel.tensor`` against communication, if workers share layers."""
-        degree = int(step.setting("parallel.tensor", 1))
-        if degree > 1:
-            reason = "workers that share layers exchange the hidden states of each attention and MLP, in both passes"
-            yield Advice(f"parallel.tensor={degree // 2}", reason)
+        """Yield a smaller ``parallel.tensor`` or ``parallel.context`` against communication, if workers share rows."""
+        exchanged = {"tensor": "the hidden states of each attention and MLP", "context": "the heads of each attention"}
+        for name, what in exchanged.items():
+            if (degree := int(step.setting(f"parallel.{name}", 1))) > 1:
+                reason = f"workers with the same rows exchange {what}, in both passes"
+                yield Advice(f"parallel.{name}={degree // 2}", reason)
 
     def memory_note(self, config: Config) -> str:
         """Return the sentences that explain the measured parts of the memory in the report; empty if not needed."""

@@ -24,6 +24,7 @@ from distexp.models import head, hf, task_models, transforms
 from distexp.models.adapter import add_adapter
 from distexp.models.blueprint import Blueprint
 from distexp.strategies.base import load_strategy
+from distexp.strategies.parallel.context import share_tokens, shared_tokens
 from distexp.training import generation, inputs
 
 
@@ -49,6 +50,8 @@ def load_data(config: Config, context: Context) -> TaskData:
         data = _keep_targets(config, data)
     if config.train.loss in ("chunked", "own"):
         data = replace(data, collate=base.LabelsForHead(data.collate))
+    if context.slices > 1:
+        data = replace(data, collate=base.SharedRows(data.collate, shared_tokens(context)))
     if config.train.score_answers:
         generation.check_has_references(data)
     if context.rank == 0:
@@ -92,8 +95,8 @@ def make_loaders(config: Config, data: TaskData, context: Context) -> tuple[Shar
     )
     if error:
         raise ConfigError(error)
-    training = BatchSharding(*place, train.micro_batch, train.gradient_accumulation_steps, context.tensor)
-    evaluation = BatchSharding(*place, train.eval_batch_size or train.micro_batch, copies=context.tensor)
+    training = BatchSharding(*place, train.micro_batch, train.gradient_accumulation_steps, context.copies)
+    evaluation = BatchSharding(*place, train.eval_batch_size or train.micro_batch, copies=context.copies)
     lengths = text.sample_lengths(data.train) if config.dataset.bucketing else None
     load = partial(ShardedLoader, seed=train.seed, num_workers=config.dataset.num_workers)
     return (
@@ -146,6 +149,8 @@ def build_model(
     if load_strategy(config).casts_weights(config):
         transforms.use_fp32_batch_norms(blueprint.model)
     transforms.transform_blocks(blueprint.model, config)
+    if context.slices > 1:
+        share_tokens(blueprint.model, context)
     return blueprint
 
 

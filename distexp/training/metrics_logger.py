@@ -356,6 +356,6 @@ class StepCounts:
         """Return the sums over the rows of all ranks, and whether some rank has batches of different sizes."""
         counts = [self.measured_tokens, self.tokens, self.positions, int(have_other_sizes(self.sizes))]
         sums = sum_over_ranks(torch.tensor([*counts, *astuple(self.measured_work)], device=context.device))
-        measured_tokens, tokens, positions, ranks_that_differ, *work = (sums // context.tensor).tolist()
+        measured_tokens, tokens, positions, ranks_that_differ, *work = (sums // context.copies).tolist()
         summed = {"measured_tokens": measured_tokens, "tokens": tokens, "positions": positions}
         return replace(self, **summed, measured_work=Workload(*work)), ranks_that_differ > 0

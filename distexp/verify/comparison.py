@@ -69,7 +69,7 @@ class Recording:
     def read(cls, directory: Path) -> "Recording":
         """Read a run directory. Raise OSError if the run has not ended."""
         settings, count = RunSettings.read(directory), len(list(directory.glob("seen*.json")))
-        first = range(0, count, settings.tensor)  # of those with the same rows
+        first = range(0, count, settings.copies)  # of those with the same rows
         ranks = [read_json(rank_file(directory, rank))["steps"] for rank in first]
         return cls(settings, ranks=ranks, **torch.load(directory / TENSORS, weights_only=True))
 

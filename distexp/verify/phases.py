@@ -99,7 +99,8 @@ COMMON = (
 )
 TRAIN_SIZE, EVAL_SIZE = 128, 11  # Samples. The latter is a prime number, so that no batch divides it.
 LEARNING_RATE = "train.learning_rate=0.01"
-SINGLE = (*REFERENCE, "parallel.tensor=1", "engine=native", "train.activation_checkpointing=false")
+ALONE = ("parallel.tensor=1", "parallel.context=1")
+SINGLE = (*REFERENCE, *ALONE, "engine=native", "train.activation_checkpointing=false")
 
 
 @dataclass(frozen=True)
@@ -116,7 +117,7 @@ class RunSettings:
     frozen: bool = False
     reverses: bool = False  # whether the samples of each micro-batch are in the reverse order
     precision: str = "fp32"
-    tensor: int = 1  # ranks with the same samples, because of tensor parallelism
+    copies: int = 1  # ranks with the same samples, which share layers or rows
     epochs: int = 1
     clipping: float | None = None  # limit of the gradient norm
     exports_trained: bool = False  # whether exports leave out weights that are not trained
@@ -217,7 +218,7 @@ def phase_overrides(phase: Phase, config: Config) -> list[str]:
             found.append(f"dataset.{key}={min(size, own or size)}")
     if "dropout" in config.model.keys:  # Each worker has other random numbers.
         found.append("model.dropout=0")
-    shared = [SHARED_EPS] if phase.keeps_optimizer and config.parallel.shares_layers else []
+    shared = [SHARED_EPS] if phase.keeps_optimizer and config.parallel.copies > 1 else []
     return replace_overrides([quote_choice(text, config_groups()) for text in found], [*phase.overrides, *shared])
 
 
@@ -245,7 +246,7 @@ def _write_run(cell: Cell, settings: RunSettings, directory: Path) -> Path:
     assert cell.config is not None
     train = cell.config.train
     settings = replace(
-        settings, tensor=cell.config.parallel.tensor, precision=cell.config.precision.name,
+        settings, copies=cell.config.parallel.copies, precision=cell.config.precision.name,
         epochs=train.num_epochs, clipping=train.gradient_clipping,
         exports_trained=cell.config.adapter.freezes_model,
         clips_early=cell.config.engine.name == "hf_trainer" and train.gradient_clipping is not None,

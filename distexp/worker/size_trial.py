@@ -96,7 +96,7 @@ class SizeTrials:
             chosen = (self.longest[index % len(self.longest)] for index in range(first, first + size))
             batches.append(self.data.collate([samples[index] for index in chosen]))
         targets = torch.tensor(sum(batch.num_targets for batch in batches), device=place.device)
-        targets = sum_over_ranks(targets) // place.tensor
+        targets = sum_over_ranks(targets) // place.copies
         on_device = [to_device(self.data.train, batch, place.device) for batch in batches]
         return StepData(on_device, targets, num_samples=size * micro_batches * place.data_parallel)
 

@@ -138,7 +138,8 @@ def train_all(cells: list[Path], rank: int) -> None:
         print(f"=== {cell.name}", flush=True)
         try:
             spec = RunSpec.read(cell)
-            own = replace(context, run_dir=cell, tensor=spec.config.parallel.tensor)
+            parallel = spec.config.parallel
+            own = replace(context, run_dir=cell, tensor=parallel.tensor, slices=parallel.context)
             record = train(spec, own, Events(cell, enabled=rank == 0))
         except Exception as error:
             (cell / "error.txt").write_text(f"{type(error).__name__}: {error}")

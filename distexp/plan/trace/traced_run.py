@@ -42,6 +42,7 @@ def traced_context(config: Config) -> Context:
         device=GPU,
         run_dir=Path(),
         tensor=config.parallel.tensor,
+        slices=config.parallel.context,
     )
 
 

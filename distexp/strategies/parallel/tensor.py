@@ -90,14 +90,14 @@ class Region:
 
     def start(self, module: nn.Module, arguments: tuple[Any, ...], inputs: dict[str, Any]) -> Any:
         """Give each worker its share of the tokens before the first block."""
-        hidden = _hidden(arguments, inputs)
+        hidden = hidden_of(arguments, inputs)
         self.layout = Replicate() if hidden.shape[1] % self.mesh.size() else Shard(1)
-        return _with_hidden(move(hidden, self.mesh, Replicate(), self.layout), arguments, inputs)
+        return with_hidden(move(hidden, self.mesh, Replicate(), self.layout), arguments, inputs)
 
     def gather(self, module: nn.Module, arguments: tuple[Any, ...], inputs: dict[str, Any]) -> Any:
         """Give an attention or an MLP all tokens. Each worker uses some columns, so its gradients are partial."""
-        hidden = _hidden(arguments, inputs)
-        return _with_hidden(move(hidden, self.mesh, self.layout, Replicate(), Partial()), arguments, inputs)
+        hidden = hidden_of(arguments, inputs)
+        return with_hidden(move(hidden, self.mesh, self.layout, Replicate(), Partial()), arguments, inputs)
 
     def end(self, module: nn.Module, arguments: Any, outputs: Any) -> Any:
         """Give each worker all tokens after the last block."""
@@ -106,12 +106,14 @@ class Region:
         return hidden if isinstance(outputs, Tensor) else (hidden, *outputs[1:])
 
 
-def _hidden(arguments: tuple[Any, ...], inputs: dict[str, Any]) -> Tensor:
+def hidden_of(arguments: tuple[Any, ...], inputs: dict[str, Any]) -> Tensor:
+    """Return the hidden states among the inputs of a block."""
     hidden: Tensor = arguments[0] if arguments else inputs["hidden_states"]
     return hidden
 
 
-def _with_hidden(hidden: Tensor, arguments: tuple[Any, ...], inputs: dict[str, Any]) -> Any:
+def with_hidden(hidden: Tensor, arguments: tuple[Any, ...], inputs: dict[str, Any]) -> Any:
+    """Return the inputs of a block with other hidden states."""
     return ((hidden, *arguments[1:]), inputs) if arguments else ((), {**inputs, "hidden_states": hidden})
 
 
