@@ -347,8 +347,8 @@ def row_label(candidate: Candidate) -> str:
     parts = [f"{strategy_label(config)} {train.micro_batch_size}x{train.gradient_accumulation_steps}"]
     if config.kernels.name != "reference":
         parts.append(config.kernels.name)
-    if train.activation_checkpointing:
-        parts.append("checkpointing")
+    if checkpointing := train.activation_checkpointing:
+        parts.append("checkpointing" if checkpointing is True else f"{checkpointing} checkpointing")
     return ", ".join([*parts, *_added(candidate)])
 
 
@@ -362,8 +362,8 @@ def config_label(config: Config) -> str:
     parts = [strategy_label(config), f"micro-batch {train.micro_batch_size} x {train.gradient_accumulation_steps}"]
     if config.kernels.name != "reference":
         parts.append(f"kernels={config.kernels.name}")
-    if train.activation_checkpointing:
-        parts.append("checkpointing")
+    if checkpointing := train.activation_checkpointing:
+        parts.append("checkpointing" if checkpointing is True else f"{checkpointing} checkpointing")
     if world > 1:
         parts.append(format_count(world, "worker"))
     return ", ".join(parts)

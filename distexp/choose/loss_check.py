@@ -169,7 +169,7 @@ def _simplicity(candidate: Candidate) -> tuple[int, bool, bool, bool, int]:
         load_strategy(config).own_complexity(),
         config.kernels.name != "reference",
         config.offload.enabled,
-        train.activation_checkpointing,
+        bool(train.activation_checkpointing),
         candidate.workers,
     )
 

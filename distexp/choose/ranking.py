@@ -147,7 +147,7 @@ def _complexity(config: Config | None) -> tuple[int | bool, ...]:
     if config is None:
         return (CUSTOM_COMPLEXITY,)
     strategy = load_strategy(config)
-    is_fast, is_checkpointed = config.kernels.name != "reference", config.train.activation_checkpointing
+    is_fast, is_checkpointed = config.kernels.name != "reference", bool(config.train.activation_checkpointing)
     option = strategy.option_complexity(config)
     return strategy.own_complexity(), config.offload.enabled, is_checkpointed, is_fast, option
 

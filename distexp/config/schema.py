@@ -196,7 +196,12 @@ class TrainConfig:
     loss_chunk_tokens: int = key(
         1024, "Size of a chunk of `loss=chunked`.", unit="tokens", at_least=1, id_if_changed=True
     )
-    activation_checkpointing: bool = key(False, "Recompute the activations of each block in the backward pass.")
+    activation_checkpointing: bool | str = key(
+        False,
+        "Recompute the activations of each block in the backward pass. `selective`: all but those of matrix products "
+        "and attention.",
+        choices=(False, True, "selective"),
+    )
     compile: bool | str | None = key(
         None, "What `torch.compile` compiles. `true`: the blocks. `graphs`: the model, with CUDA graphs.",
         choices=(False, True, "blocks", *WHOLE_MODEL), reference=False,

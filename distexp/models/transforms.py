@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from distexp.config import WHOLE_MODEL, Config, ConfigError
 from distexp.config.tasks import task_of
@@ -42,7 +42,8 @@ def transform_blocks(model: nn.Module, config: Config) -> None:
         if config.train.compiled == "blocks":
             forward = compile_forward(forward, **options)
         if config.train.activation_checkpointing:
-            forward = checkpointed(block, forward, in_graph=config.train.compiled in WHOLE_MODEL)
+            selective = config.train.activation_checkpointing == SELECTIVE
+            forward = checkpointed(block, forward, in_graph=config.train.compiled in WHOLE_MODEL, selective=selective)
         block.forward = forward
     if config.train.compiled in WHOLE_MODEL:
         _compile_model(model, cuda_graphs=config.train.compiled == "graphs")
@@ -130,7 +131,8 @@ def _blocks_to_transform(model: nn.Module, config: Config) -> list[nn.Module]:
     """
     train = config.train
     if train.activation_checkpointing:
-        needed_for, alternative = "train.activation_checkpointing=true", "train.activation_checkpointing=false"
+        typed = str(train.activation_checkpointing).lower()
+        needed_for, alternative = f"train.activation_checkpointing={typed}", "train.activation_checkpointing=false"
         blocks = find_blocks(model, config.fsdp.wrap, needed_for=needed_for, alternative=alternative)
         return [block for _, block in blocks]
     if train.compiled != "blocks":
@@ -262,14 +264,18 @@ DROPOUT_ENDINGS = ("dropout", "pdrop", "dropout_prob", "dropout_p")
 
 
 def check_dropout(model: nn.Module, config: Config) -> None:
-    """Raise ConfigError if an activation budget recomputes dropout: torch would draw other numbers (issue 190758)."""
-    budget = config.train.activation_budget
-    if budget is None or budget >= 1:
+    """Raise ConfigError if a part of a block is recomputed with dropout: torch would draw other numbers.
+
+    For an activation budget see issue 190758 of torch. An attention that is not recomputed draws no numbers.
+    """
+    budget, selective = config.train.activation_budget, config.train.activation_checkpointing == SELECTIVE
+    if not selective and (budget is None or budget >= 1):
         return
+    typed = "train.activation_checkpointing=selective" if selective else f"train.activation_budget={budget:g}"
     for name, rate in dropout_rates(model).items():
         raise ConfigError(
-            f"train.activation_budget={budget:g} gives wrong gradients with dropout, but {type(model).__name__} has "
-            f"{name}={rate:g}: set model.dropout=0, or use train.activation_checkpointing=true in place of the budget"
+            f"{typed} gives wrong gradients with dropout, but {type(model).__name__} has "
+            f"{name}={rate:g}: set model.dropout=0, or use train.activation_checkpointing=true in its place"
         )
 
 
@@ -291,15 +297,58 @@ def dropout_rates(model: nn.Module) -> dict[str, float]:
     return {name: rate for name, rate in (configured | modules).items() if rate > 0}
 
 
-def checkpointed(block: nn.Module, forward: Callable[..., Any], *, in_graph: bool) -> Callable[..., Any]:
-    """Return a function that computes a block and recomputes its activations in the backward pass.
+SELECTIVE = "selective"
+"""Value of ``train.activation_checkpointing`` that stores the results of SAVED_OPERATIONS."""
+
+SAVED_OPERATIONS = (
+    *("mm", "addmm", "convolution"),
+    *(f"_scaled_dot_product_{kind}_attention" for kind in ("flash", "efficient", "cudnn")),
+    *("_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_fused_attention_overrideable"),
+)
+"""Operations of torch that take most of the time of a block. Batched products are not in it: the scores of an attention
+without a fused kernel are larger than all other activations of a block."""
+
+
+stored_watchers: list[Callable[[Tensor], object]] = []
+"""Functions that get each stored result. The hooks of torch for saved tensors do not see them."""
+
+
+def checkpointed(
+    block: nn.Module, forward: Callable[..., Any], *, in_graph: bool, selective: bool = False
+) -> Callable[..., Any]:
+    """Return a function that computes a block and recomputes its activations, or some, in the backward pass.
 
     In a larger compiled graph, torch updates the running statistics of batch norms once by itself.
     """
     norms = [] if in_graph else [module for module in block.modules() if isinstance(module, _BatchNorm)]
     # The contexts are those of the forward pass and of the recomputation.
-    options: dict[str, Any] = {"context_fn": lambda: (nullcontext(), _unchanged_statistics(norms))} if norms else {}
+    options: dict[str, Any] = {"context_fn": partial(_contexts, norms, selective)} if norms or selective else {}
     return partial(checkpoint, forward, use_reentrant=False, **options)
+
+
+def _contexts(norms: Sequence[nn.Module], selective: bool) -> tuple[AbstractContextManager[Any], ...]:
+    if not selective:
+        return nullcontext(), _unchanged_statistics(norms)
+    storing, reading = create_selective_checkpoint_contexts(_stores)  # type: ignore[no-untyped-call]
+    return storing, _recomputed(norms, reading)
+
+
+def _stores(context: Any, operation: Any, *_: Any, **__: Any) -> bool:
+    """Return whether the result of an operation is stored."""
+    stores = operation.namespace == "aten" and operation.overloadpacket.__name__ in SAVED_OPERATIONS
+    if stores and not context.is_recompute:
+        found = context.op_output if isinstance(context.op_output, tuple) else (context.op_output,)
+        for watch in stored_watchers:
+            for result in found:
+                if isinstance(result, Tensor):
+                    watch(result)
+    return stores
+
+
+@contextmanager
+def _recomputed(norms: Sequence[nn.Module], reading: AbstractContextManager[Any]) -> Iterator[None]:
+    with _unchanged_statistics(norms), reading:
+        yield
 
 
 @contextmanager

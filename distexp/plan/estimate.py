@@ -84,7 +84,11 @@ def make_estimate(config: Config) -> Estimate:
     return replace(found, flops=work.flops, written_mib=_mib(work.written))
 
 
-SHARED = "predictions of workers with the same rows (section parallel) were not compared with runs on "
+def not_compared(config: Config) -> str:
+    """Return what was not compared with runs, as the start of a reason; empty if everything was."""
+    shares, stores = config.parallel.copies > 1, config.train.activation_checkpointing == "selective"
+    what = "workers with the same rows (section parallel)" if shares else "train.activation_checkpointing=selective"
+    return f"predictions of {what} were not compared with runs on " if shares or stores else ""
 
 
 def _gpu_estimate(config: Config, trace: StepTrace) -> Estimate:
@@ -95,8 +99,8 @@ def _gpu_estimate(config: Config, trace: StepTrace) -> Estimate:
             "compared on a GPU for strategy=single in bf16 only, where they need the same"
         )
         trace = replace(trace, notes=(*trace.notes, note))
-    if config.parallel.copies > 1:
-        trace = replace(trace, notes=(*trace.notes, f"no verdict: {SHARED}GPUs"))
+    if reason := not_compared(config):
+        trace = replace(trace, notes=(*trace.notes, f"no verdict: {reason}GPUs"))
     found = estimate_of(trace, load_strategy(config).overhead_mib(config), host_mib)
     return replace(found, error_bound=gpu_error_bound(config))
 
@@ -212,7 +216,7 @@ COMPILED = 0.08  # ``train.compile``: the prediction was up to 7 % less than the
 
 def gpu_error_bound(config: Config) -> float | None:
     """Return the largest relative error of the required GPU memory, from ``docs/results/plan.md``; None if unknown."""
-    if config.parallel.copies > 1:
+    if not_compared(config):
         return None
     # The replay of the order of allocations is not exact in some cases. The allocated peak always is.
     return COMPILED if config.train.compiled != "none" else load_strategy(config).gpu_memory_error(config)
@@ -264,8 +268,8 @@ def simulated_nodes(config: Config) -> int:
 
 def reason_not_measured(config: Config) -> str:
     """Return why the error of a prediction on CPUs is not known; empty if it is."""
-    if config.parallel.copies > 1:
-        return f"{SHARED}CPUs"
+    if reason := not_compared(config):
+        return f"{reason}CPUs"
     if reason := load_strategy(config).unmeasured_on_cpus(config):
         return reason
     if config.train.compiled != "none":

@@ -63,7 +63,7 @@ def fast_values(config: Config) -> Mapping[str, Any]:
     if errors:
         raise ConfigError(errors)
     chosen = {**_model_values(config), **_image_values(config), **values}
-    excluded = unshared(config)
+    excluded = unshared(config) + (("train.compile",) if config.train.activation_checkpointing == "selective" else ())
     return {key: value for key, value in chosen.items() if key not in excluded}
 
 
@@ -77,7 +77,7 @@ def _attention(config: Config) -> str:
         return "auto"
     if config.cluster.device != "cuda":
         return "sdpa" if config.dataset.packing else "auto"
-    if config.parallel.copies > 1:
+    if config.parallel.copies > 1 or config.train.activation_checkpointing == "selective":
         return "sdpa"
     width = (model.hidden_size or 0) // (model.num_heads or 1)
     return "flex" if width >= 16 and not model.dropout else "sdpa"  # There is no GPU kernel for narrower heads.
@@ -104,6 +104,7 @@ def _model_values(config: Config) -> Mapping[str, Any]:
 def check_speed_options(config: Config) -> Iterator[str]:
     """Yield an error for each option of speed that the strategy, the trainer, the precision or the device lacks."""
     yield from _compile_errors(config)
+    yield from _selective_errors(config)
     yield from _channels_last_errors(config)
     train = config.train
     if train.compiled == "none" and train.activation_budget is not None:
@@ -124,6 +125,28 @@ def check_speed_options(config: Config) -> Iterator[str]:
         yield f"train.fused_update=true is not supported by {setting}: leave it out"
     elif reason := fused_update_error(config):
         yield f"train.fused_update=true {reason}"
+
+
+def _selective_errors(config: Config) -> Iterator[str]:
+    """Yield an error for each setting with which torch cannot store a part of what a block computes."""
+    if config.train.activation_checkpointing != "selective":
+        return
+    alone = "train.activation_checkpointing=true"
+    if config.train.compiled != "none":
+        instead = "train.compile=false, or train.activation_budget=0.5 train.activation_checkpointing=false"
+        yield f"train.activation_checkpointing=selective is not supported by train.compile: use {instead}"
+    if config.engine.name != "native":
+        yield (
+            f"train.activation_checkpointing=selective is not supported by engine={config.engine.name}: use "
+            f"engine=native, or {alone}"
+        )
+    if config.model.attention == "flex":
+        yield f"model.attention=flex has no selective recomputation: use model.attention=sdpa, or {alone}"
+    if config.model.dropout:  # An attention that is not recomputed draws no numbers, so those after it would differ.
+        yield (
+            f"train.activation_checkpointing=selective gives wrong gradients with model.dropout="
+            f"{config.model.dropout:g}: use {alone}, or model.dropout=0"
+        )
 
 
 def _compile_errors(config: Config) -> Iterator[str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +13,12 @@ from torch import nn
 from distexp.config import ConfigError
 from distexp.models import gpt, resnet, transforms
 from distexp.models.transforms import find_units, transform_blocks
-from tests.helpers.runs import resolve_cell
+from distexp.plan.replay import replay
+from distexp.plan.trace.tracing import trace_step
+from distexp.runs.record import RunRecord, RunSpec
+from distexp.system.units import MIB
+from tests.helpers.runs import HELPERS, resolve_cell
+from tests.helpers.zoo import VOCABULARY, hugging_face, outcomes, train_all
 
 
 class Experts(nn.Module):
@@ -117,3 +124,78 @@ def test_each_kind_of_image_block_has_its_own_graph_of_fixed_shapes(monkeypatch:
     # Both blocks of the first stage are equal. The others have other channels or strides.
     assert len(graphs) == 4 * len(("training", "evaluation", "a partial batch"))
     assert not any(isinstance(value, torch.SymInt) for inputs in graphs for value in inputs)
+
+
+SELECTIVE = "train.activation_checkpointing=selective"
+SMALL = ("train.optimizer=sgd", "train.momentum=0", "train.learning_rate=0.1", "train.gradient_clipping=0.3")
+CELLS: dict[str, tuple[str, ...]] = {
+    "plain": ("strategy=ddp",),
+    "whole": ("strategy=ddp", "train.activation_checkpointing=true"),
+    "ddp": ("strategy=ddp", SELECTIVE),
+    "full_shard": ("sharding=full_shard", SELECTIVE),
+    "tensor": ("strategy=ddp", "parallel.tensor=2", SELECTIVE),
+    "context": ("sharding=full_shard", "parallel.context=2", SELECTIVE),
+    "zero1": ("zero_stage=1", SELECTIVE),
+    "zero2": ("zero_stage=2", SELECTIVE),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["gpt_tiny", "llama"])
+def test_blocks_that_store_some_results_train_as_others(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = (f"model={model}", f"model.vocab_size={VOCABULARY}")
+    base = own if model == "gpt_tiny" else hugging_face(tmp_path, model)
+    train_all(tmp_path, (*base, *SMALL), {model: {}}, CELLS)
+    found = outcomes(tmp_path, model)
+    assert found.keys() == CELLS.keys()
+    assert {cell: one for cell, one in found.items() if isinstance(one, str) or one > 1e-5} == {}
+    records = {cell: RunRecord.read(tmp_path / f"{model}-2" / cell / "record.json") for cell in CELLS}
+    stored = {cell: record.memory["parts"][0]["activations_mib"] for cell, record in records.items()}
+    executed = {cell: record.metrics.executed_tflops_per_sample or 0.0 for cell, record in records.items()}
+    assert stored["whole"] < stored["ddp"] < stored["plain"]
+    assert executed["plain"] < executed["ddp"] < executed["whole"]
+    assert stored["full_shard"] == stored["ddp"]
+    monkeypatch.syspath_prepend(HELPERS)  # of the data set
+    for cell in (
+        "plain",
+        "whole",
+        "ddp",
+        "full_shard",
+        "tensor",
+        "context",
+    ):  # not in the backward pass, which recomputes
+        trace = trace_step(RunSpec.read(tmp_path / f"{model}-2" / cell).config, on_gpu=False)
+        curve = replay([replace(event, device="gpu", stream="") for event in trace.events if event.block >= 0]).curve
+        forward = [point.parts for point in curve if point.phase == "forward"]
+        parts = [max(each[part] for each in forward) / MIB for part in ("activations", "logits")]
+        # The record counts the probabilities, which are as wide as the vocabulary, as activations.
+        print(cell, parts, stored[cell])
+        assert parts[0] < stored[cell] < sum(parts), cell
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message", "fixed"),
+    [
+        (("train.compile=true",), "not supported by train.compile: use train.compile=false", ("train.compile=false",)),
+        (("engine=hf_trainer",), "not supported by engine=hf_trainer: use engine=native", ("engine=native",)),
+        (("model.attention=flex",), "use model.attention=sdpa", ("model.attention=sdpa",)),
+        (("zero_stage=3",), "does not work with zero_stage=3", ("zero_stage=2",)),
+        (("model.dropout=0.1",), "gives wrong gradients with model.dropout=0.1", ("model.dropout=0",)),
+    ],
+)
+def test_what_cannot_store_some_results_is_refused(
+    overrides: tuple[str, ...], message: str, fixed: tuple[str, ...]
+) -> None:
+    plan = ("command=plan", "plan.gpu=h100-80gb", "cluster.device=cuda")
+    base = ("model=gpt_tiny", "dataset=synthetic", *plan, SELECTIVE)
+    with pytest.raises(ConfigError, match=message):
+        resolve_cell(*base, *overrides)
+    assert resolve_cell(*base, *overrides, *fixed).train.activation_checkpointing == "selective"
+
+
+def test_fast_kernels_do_not_compile_blocks_that_store_some_results() -> None:
+    plan = ("command=plan", "plan.gpu=h100-80gb", "cluster.device=cuda")
+    config = resolve_cell("model=gpt_tiny", "dataset=synthetic", *plan, "kernels=fast", SELECTIVE)
+    assert (config.train.compiled, config.model.attention) == ("none", "sdpa")

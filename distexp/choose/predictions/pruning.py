@@ -31,7 +31,7 @@ class FamilyMemory:
     def __post_init__(self) -> None:
         self.name = self.members[0].family
         train, offload = self.config.train, self.config.offload
-        self.stage = offload.enabled, train.activation_checkpointing
+        self.stage = offload.enabled, bool(train.activation_checkpointing)
         self.memory_mib = memory_to_fit_mib(self.config)
         # On CPUs the memory of a node is measured, and that of the simulated nodes together decides.
         cluster, on_cpus = self.config.cluster, self.config.cluster.device == "cpu"

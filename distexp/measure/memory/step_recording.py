@@ -13,6 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 
 from distexp.measure.memory import step_parts
+from distexp.models.transforms import stored_watchers
 from distexp.runs.step_files import BACKWARD, FORWARD, OPTIMIZER, PHASES
 from distexp.strategies.optimizer import ModelTensors, ReadTensors
 from distexp.system.cgroups import NvmlUnavailableError, nvml_session
@@ -248,6 +249,8 @@ class SavedTensorCounter:
                 stack.callback(submodule.register_forward_pre_hook(self._enter).remove)
                 stack.callback(submodule.register_forward_hook(self._leave, always_call=True).remove)
             stack.enter_context(saved_tensors_hooks(self._pack, self._unpack))
+            stored_watchers.append(self._pack)
+            stack.callback(stored_watchers.remove, self._pack)
             yield
 
     def _enter(self, module: nn.Module, *_: Any) -> None:
