@@ -9,10 +9,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
-from rich.live import Live
 
 from distexp.config.overrides import suggest_command
-from distexp.console.sweep_table import Row, count_states, hidden_lines, states_table, truncated_reasons
+from distexp.console.sweep_table import (
+    Row,
+    count_states,
+    followed_states,
+    hidden_lines,
+    states_table,
+    truncated_reasons,
+)
 from distexp.exceptions import MonitoringInterrupted, SweepFailedError, describe_os_error, run_until_pipe_closes
 from distexp.launch.launcher import Launcher, launchers_of
 from distexp.launch.queued_runs import FAST_POLL_S
@@ -21,6 +27,7 @@ from distexp.runs.run_dir import COMMAND
 from distexp.runs.run_state import RunState
 from distexp.system.files import printable, read_or_none
 from distexp.system.typed_values import matches
+from distexp.tables.columns import live_display
 
 DIRECTORY_HELP = "directory of a sweep (default: the newest sweep below multirun_outputs)"
 
@@ -97,13 +104,14 @@ def _follow_queue(launcher: Launcher, directory: Path, console: Console) -> int:
 
 def _wait_for_end(directory: Path, console: Console) -> FolderStates:
     """Wait until no run is active, and return the final states. A terminal shows the table meanwhile."""
-    with Live(console=console, transient=True, auto_refresh=False) as live:
+    started = time.monotonic()
+    with live_display(console) as show:
         while True:
             found = read_folder(directory)
             if not any(run.is_active for run in found.runs):
                 return found
-            if console.is_terminal:
-                live.update(states_table(found.rows(), console.width), refresh=True)
+            if show is not None:
+                show(followed_states(found.rows(), console.width, time.monotonic() - started))
             time.sleep(FAST_POLL_S)
 
 

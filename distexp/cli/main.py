@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from distexp import __version__
 from distexp.exceptions import ConfigError, run_until_pipe_closes
+from distexp.system.silence import announced
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -31,7 +32,8 @@ def _run(name: str, arguments: Sequence[str]) -> int:
     if name == "run" and "--version" in arguments:
         print(f"distexp {__version__}")
         return 0
-    return run_command(name, arguments)
+    with announced("preparing" if name == "run" else f"distexp {name}"):
+        return run_command(name, arguments)
 
 
 class Command(NamedTuple):
