@@ -10,7 +10,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from distexp.config.overrides import suggest_command
+from distexp.config import ConfigError
+from distexp.config.overrides import format_runs, suggest_command
 from distexp.console.sweep_table import (
     Row,
     count_states,
@@ -23,7 +24,7 @@ from distexp.exceptions import MonitoringInterrupted, SweepFailedError, describe
 from distexp.launch.launcher import Launcher, launchers_of
 from distexp.launch.queued_runs import FAST_POLL_S
 from distexp.runs.record import FAILURES, ExistingRun, ExistingRuns, choose_newest_sweep, not_a_sweep
-from distexp.runs.run_dir import COMMAND
+from distexp.runs.run_dir import COMMAND, RECORD, SPEC
 from distexp.runs.run_state import RunState
 from distexp.system.files import printable, read_or_none
 from distexp.system.typed_values import matches
@@ -142,6 +143,27 @@ def read_folder(folder: Path) -> FolderStates:
                 raise
             print(f"skipped: {printable(describe_os_error(error))}", file=sys.stderr)
     return FolderStates(folder, [sweep for sweep in states if sweep.runs])
+
+
+def read_ended_runs(folder: Path) -> FolderStates:
+    """Return the states of the runs of one sweep, or of one run.
+
+    Raise ConfigError if the folder is neither of them, or a link to one, or if a run has not ended.
+    """
+    shown = printable(str(folder))
+    if folder.is_symlink():
+        raise ConfigError(f"{shown} is a link: give the folder to which it leads, {printable(os.readlink(folder))}")
+    if not folder.is_dir():
+        raise ConfigError(f"{shown}: no such folder. 'distexp ls' lists the sweeps")
+    if not any((folder / name).is_file() for name in (COMMAND, SPEC, RECORD)):
+        hint = f"{suggest_command('ls', folder)} lists the sweeps below it"
+        raise ConfigError(f"{shown} is not the folder of a sweep or a run of distexp: {hint}")
+    found = read_folder(folder)
+    if active := [run for run in found.runs if run.is_active]:
+        runs = f"{format_runs([run.number for run in active])} {active[0].state}"
+        command = suggest_command("cancel" if (folder / COMMAND).is_file() else "status", folder)
+        raise ConfigError(f"{shown}: {runs}. Wait for the end, or type {command} first")
+    return found
 
 
 def _sweep_of(run_dir: Path, folder: Path) -> Path:

@@ -49,6 +49,8 @@ COMMANDS = {
     "status": Command("show the state of every run of a sweep", "distexp.status"),
     "resume": Command("run what is missing or failed in a sweep", "distexp.resume"),
     "cancel": Command("end the runs of a sweep", "distexp.cancel"),
+    "rm": Command("delete sweeps and runs, after a question", "distexp.rm"),
+    "archive": Command("write records, metrics and logs of a sweep into one file", "distexp.archive"),
     "plan": Command("predict the GPU memory of a run or a sweep, also without a GPU", "distexp.plan.__main__"),
     "choose": Command("find the fastest configuration of a training by short runs", "distexp.choose.__main__"),
     "verify": Command("check that a strategy trains exactly as single does", "distexp.verify.__main__"),
