@@ -57,6 +57,7 @@ COMMANDS = {
     "explain": Command("show what the steps of a profiled run spend their time on", "distexp.explain.__main__"),
     "forecast": Command("forecast the speed of a profiled run on other numbers of GPUs", "distexp.forecast.__main__"),
     "report": Command("make tables, figures and a page from finished runs", "distexp.report.__main__"),
+    "serve": Command("show the report in a browser, live while runs are running", "distexp.serve"),
     "experiments": Command("list the presets, or run those that match", "distexp.experiments"),
     "doctor": Command("check this machine", "distexp.doctor.__main__"),
     "preflight": Command("measure the bandwidth between workers, and matrix products", "distexp.preflight.__main__"),

@@ -304,12 +304,12 @@ class RunLine:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         if not self.total or not self._has_started:
             waited = f"{time.time() - self.phases[-1][1]:.0f} s"
-            yield ProgressLine(self.phase, 0, None, [(self.note, 2), (waited, 3), (self._used_memory(), 1)])
+            yield ProgressLine(self.phase, 0, None, [(self.note, 2), (waited, 3), (self.used_memory(), 1)])
             return
-        parts = [(f"{self.step}/{self.total}", 9), (self._loss, 4), (self._speed, 2), (self._used_memory(), 1)]
+        parts = [(f"{self.step}/{self.total}", 9), (self._loss, 4), (self._speed, 2), (self.used_memory(), 1)]
         yield ProgressLine(self.phase, self.step, self.total, [*parts, (self._time_left(), 3)])
 
-    def _used_memory(self) -> str:
+    def used_memory(self) -> str:
         """Return the memory in use: of the GPU with the most, else of the node with the most."""
         for tail in self._memory:
             for line in tail.read_lines():
