@@ -9,18 +9,26 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
-from rich.live import Live
 
-from distexp.config.overrides import suggest_command
-from distexp.console.sweep_table import Row, count_states, hidden_lines, states_table, truncated_reasons
+from distexp.config import ConfigError
+from distexp.config.overrides import format_runs, suggest_command
+from distexp.console.sweep_table import (
+    Row,
+    count_states,
+    followed_states,
+    hidden_lines,
+    states_table,
+    truncated_reasons,
+)
 from distexp.exceptions import MonitoringInterrupted, SweepFailedError, describe_os_error, run_until_pipe_closes
 from distexp.launch.launcher import Launcher, launchers_of
 from distexp.launch.queued_runs import FAST_POLL_S
 from distexp.runs.record import FAILURES, ExistingRun, ExistingRuns, choose_newest_sweep, not_a_sweep
-from distexp.runs.run_dir import COMMAND
+from distexp.runs.run_dir import COMMAND, RECORD, SPEC
 from distexp.runs.run_state import RunState
 from distexp.system.files import printable, read_or_none
 from distexp.system.typed_values import matches
+from distexp.tables.columns import live_display
 
 DIRECTORY_HELP = "directory of a sweep (default: the newest sweep below multirun_outputs)"
 
@@ -97,13 +105,14 @@ def _follow_queue(launcher: Launcher, directory: Path, console: Console) -> int:
 
 def _wait_for_end(directory: Path, console: Console) -> FolderStates:
     """Wait until no run is active, and return the final states. A terminal shows the table meanwhile."""
-    with Live(console=console, transient=True, auto_refresh=False) as live:
+    started = time.monotonic()
+    with live_display(console) as show:
         while True:
             found = read_folder(directory)
             if not any(run.is_active for run in found.runs):
                 return found
-            if console.is_terminal:
-                live.update(states_table(found.rows(), console.width), refresh=True)
+            if show is not None:
+                show(followed_states(found.rows(), console.width, time.monotonic() - started))
             time.sleep(FAST_POLL_S)
 
 
@@ -134,6 +143,27 @@ def read_folder(folder: Path) -> FolderStates:
                 raise
             print(f"skipped: {printable(describe_os_error(error))}", file=sys.stderr)
     return FolderStates(folder, [sweep for sweep in states if sweep.runs])
+
+
+def read_ended_runs(folder: Path) -> FolderStates:
+    """Return the states of the runs of one sweep, or of one run.
+
+    Raise ConfigError if the folder is neither of them, or a link to one, or if a run has not ended.
+    """
+    shown = printable(str(folder))
+    if folder.is_symlink():
+        raise ConfigError(f"{shown} is a link: give the folder to which it leads, {printable(os.readlink(folder))}")
+    if not folder.is_dir():
+        raise ConfigError(f"{shown}: no such folder. 'distexp ls' lists the sweeps")
+    if not any((folder / name).is_file() for name in (COMMAND, SPEC, RECORD)):
+        hint = f"{suggest_command('ls', folder)} lists the sweeps below it"
+        raise ConfigError(f"{shown} is not the folder of a sweep or a run of distexp: {hint}")
+    found = read_folder(folder)
+    if active := [run for run in found.runs if run.is_active]:
+        runs = f"{format_runs([run.number for run in active])} {active[0].state}"
+        command = suggest_command("cancel" if (folder / COMMAND).is_file() else "status", folder)
+        raise ConfigError(f"{shown}: {runs}. Wait for the end, or type {command} first")
+    return found
 
 
 def _sweep_of(run_dir: Path, folder: Path) -> Path:

@@ -144,7 +144,7 @@ def test_the_loop_is_on_a_page_and_names_no_strategy() -> None:
         assert not re.search(rf"\b{strategy}\b", text, re.IGNORECASE), strategy
 
 
-COMMANDS = {"cancel", "experiments", "help", "ls", "memory", "reference", "resume", "status"}
+COMMANDS = {"archive", "cancel", "experiments", "help", "ls", "memory", "reference", "resume", "rm", "serve", "status"}
 NOT_COMMANDS = {"__init__", "__main__", "exceptions"}
 
 

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from distexp import __version__
 from distexp.exceptions import ConfigError, run_until_pipe_closes
+from distexp.system.silence import announced
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -31,7 +32,8 @@ def _run(name: str, arguments: Sequence[str]) -> int:
     if name == "run" and "--version" in arguments:
         print(f"distexp {__version__}")
         return 0
-    return run_command(name, arguments)
+    with announced("preparing" if name == "run" else f"distexp {name}"):
+        return run_command(name, arguments)
 
 
 class Command(NamedTuple):
@@ -47,12 +49,15 @@ COMMANDS = {
     "status": Command("show the state of every run of a sweep", "distexp.status"),
     "resume": Command("run what is missing or failed in a sweep", "distexp.resume"),
     "cancel": Command("end the runs of a sweep", "distexp.cancel"),
+    "rm": Command("delete sweeps and runs, after a question", "distexp.rm"),
+    "archive": Command("write records, metrics and logs of a sweep into one file", "distexp.archive"),
     "plan": Command("predict the GPU memory of a run or a sweep, also without a GPU", "distexp.plan.__main__"),
     "choose": Command("find the fastest configuration of a training by short runs", "distexp.choose.__main__"),
     "verify": Command("check that a strategy trains exactly as single does", "distexp.verify.__main__"),
     "explain": Command("show what the steps of a profiled run spend their time on", "distexp.explain.__main__"),
     "forecast": Command("forecast the speed of a profiled run on other numbers of GPUs", "distexp.forecast.__main__"),
     "report": Command("make tables, figures and a page from finished runs", "distexp.report.__main__"),
+    "serve": Command("show the report in a browser, live while runs are running", "distexp.serve"),
     "experiments": Command("list the presets, or run those that match", "distexp.experiments"),
     "doctor": Command("check this machine", "distexp.doctor.__main__"),
     "preflight": Command("measure the bandwidth between workers, and matrix products", "distexp.preflight.__main__"),

@@ -21,7 +21,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from distexp.config import Command, Config, ConfigError, PlanConfig
 from distexp.config.model_checks import searches_micro_batch
-from distexp.config.overrides import format_override, key_of, parse, plain_value, value_of
+from distexp.config.overrides import format_count, format_override, key_of, parse, plain_value, value_of
 from distexp.exceptions import SweepInterrupted, interruptions_kept
 from distexp.guard.command_line import packages_trusted_by_user
 from distexp.guard.config_files import CheckedConfigLoader, check_trust
@@ -32,6 +32,7 @@ from distexp.runs.record import INVALID_ID
 from distexp.runs.record_sections import Predicted
 from distexp.system.cgroups import cpu_count
 from distexp.system.processes import die_with_parent
+from distexp.system.silence import set_step
 from distexp.tables.columns import show_progress
 
 # A cell of a sweep: its overrides, and what Hydra and ``resolve`` made of them.
@@ -164,6 +165,7 @@ def compose_cells(
 
 def _compose_with_progress(make: MakeCell, overrides: Sequence[Sequence[str]]) -> list[Cell]:
     cells = []
+    set_step(f"composing {format_count(len(overrides), 'run')}")
     try:
         with show_progress("composing", len(overrides)) as advance:
             for cell in compose_all(make, overrides):

@@ -5,19 +5,17 @@ therefore draw nothing, and a run on another machine can be followed in the same
 """
 
 import re
-import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import psutil
-from rich.console import Console
+from rich.console import Console, Group
 from rich.markup import escape
 from rich.panel import Panel
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from distexp.config.overrides import format_count, suggest_command
@@ -30,20 +28,19 @@ from distexp.console.run_summary import (
     status_color,
     summary_lines,
 )
-from distexp.console.sweep_table import InvalidCells
+from distexp.console.sweep_table import InvalidCells, RunLine, SweepProgress
 from distexp.report.data.overview import Overview
 from distexp.report.overview_table import ExerciseTables, build_overview_table
 from distexp.runs.attempts import ERROR_HEADING
 from distexp.runs.record import RunRecord, RunSpec
-from distexp.runs.run_dir import EVENTS, METRICS, OPERATORS, RANK_LOG, RECORD, TRIALS_LOG
+from distexp.runs.run_dir import EVENTS, METRICS, OPERATORS, RANK_LOG, RECORD, TRIALS_LOG, memory_trace_path
 from distexp.runs.texts import failure_text
 from distexp.system.files import Tail, printable
-from distexp.system.units import format_about
+from distexp.tables.columns import live_display, shows_live_lines
 
 # Line that DeepSpeed prints in every run that loads an operator, also if nothing was built. It stays in the log.
 OPERATOR_LOADED = re.compile(r"DeepSpeed \S+_op built successfully")
 MAX_RESULT_LINES = 12  # at the end of a run
-MIN_SPREAD = 1.5  # longest over shortest duration from which both are printed
 
 
 @dataclass
@@ -54,13 +51,13 @@ class LiveRun:
     events: Tail
     metrics: Tail
     log: Tail
-    progress: Progress | None = None
-    task: TaskID | None = None
+    line: RunLine | None = None  # on a terminal; None for plain lines
     total_steps: int | None = None
     resumed_from: int = 0  # lines up to this step are from an earlier attempt
     operators: Tail | None = None
     build_console: Console | None = None  # for the build of operators; None: console
     failed: bool = False  # the log has reached the error, which the panel shows in short
+    show: Callable[[], None] = lambda: None  # draws the line
 
     def refresh(self) -> None:
         """Show what the run has written since the last call."""
@@ -70,10 +67,10 @@ class LiveRun:
                 self._print(f"[dim]{escape(line)}[/dim]")
         for entry in self.operators.read_entries() if self.operators else []:
             message = build_message(entry)
-            if message is not None and ("step" not in entry or self.progress is None):
+            if message is not None and ("step" not in entry or self.line is None):
                 (self.build_console or self.console).print(escape(message), highlight=False, soft_wrap=True)
-            if self.progress is not None and self.task is not None:
-                self._show_build_bar(self.progress, self.task, entry)
+            if self.line is not None:
+                self.line.add_build(entry)
         events = self.events.read_entries()
         for event in events:
             self.total_steps = event.get("total_steps", self.total_steps)
@@ -83,16 +80,11 @@ class LiveRun:
                 self._show_step(metrics)
         for event in events:
             self._show_event(event)
-
-    def _show_build_bar(self, progress: Progress, task: TaskID, entry: dict[str, Any]) -> None:
-        if "step" in entry:
-            progress.update(task, latest=f"step {entry['step']} of {entry['steps']}")
-        elif entry.keys() & {"compiled_s", "waited_s"}:
-            progress.update(task, description="start", latest="")
-        else:
-            progress.update(task, description="compile")
+        self.show()
 
     def _show_event(self, event: dict[str, Any]) -> None:
+        if self.line is not None and (durations := self.line.add_event(event)):
+            self._print(f"[dim]{durations}[/dim]")
         if "epoch" in event:
             losses = f"train loss {format_loss(event['train_loss'])}"
             if "eval_loss" in event:
@@ -102,24 +94,16 @@ class LiveRun:
             self._print(f"epoch {event['epoch']}: {losses}")
         elif "exact_match" in event:
             self._print(f"answers: {format_answer_scores(event['exact_match'], event['f1'])}")
-        elif "compiling" in event:
-            self._show_compilation(f"train.compile={event['compiling']}, {event['elapsed_s']:.0f} s")
-        elif "phase" in event and self.progress is not None and self.task is not None:
-            self.progress.update(self.task, description=event["phase"], total=self.total_steps)
-
-    def _show_compilation(self, text: str) -> None:
-        if self.progress is not None and self.task is not None:
-            self.progress.update(self.task, latest=text)
-        else:
-            self._print(f"compiling {text}")
+        elif "compiling" in event and self.line is None:
+            self._print(f"compiling train.compile={event['compiling']}, {event['elapsed_s']:.0f} s")
 
     def _show_step(self, metrics: dict[str, Any]) -> None:
+        if self.line is not None:
+            self.line.add_step(metrics)
+            return
+        total = "" if self.total_steps is None else f"/{self.total_steps}"
         latest = f"loss {format_loss(metrics['loss'])}  {metrics['samples_per_second']:,.1f} samples/s"
-        if self.progress is not None and self.task is not None:
-            self.progress.update(self.task, completed=metrics["step"], latest=latest)
-        else:
-            total = "" if self.total_steps is None else f"/{self.total_steps}"
-            self._print(f"step {metrics['step']}{total}: {latest}")
+        self._print(f"step {metrics['step']}{total}: {latest}")
 
     def _print(self, text: str) -> None:
         self.console.print(text, highlight=False, soft_wrap=True)
@@ -147,7 +131,7 @@ class Screen:
         self.sweep.start()
         if self.total == 1:
             return
-        if line := self.sweep.line():
+        if not shows_live_lines(self.console) and (line := self.sweep.line()):
             self.print(line)
         title = f"run {number} ({self.shown} of {self.total}): {_plain(overrides)}"
         if len(title) + 4 > self.console.width:  # a rule would truncate it
@@ -161,16 +145,10 @@ class Screen:
         self.show_start(spec, directory)
         events, metrics, operators = (Tail(directory / name) for name in (EVENTS, METRICS, OPERATORS))
         live = LiveRun(self.console, events, metrics, Tail(RANK_LOG.path(directory, 0, 0)), operators=operators)
-        if not self.console.is_terminal:
-            yield live
-            live.refresh()
-            return
-        columns = (
-            TextColumn("{task.description:>7}"), BarColumn(), TextColumn("{task.completed}/{task.total}"),
-            TextColumn("{task.fields[latest]}"), TimeElapsedColumn(),
-        )  # fmt: skip
-        with Progress(*columns, console=self.console, transient=True) as progress:
-            live.progress, live.task = progress, progress.add_task("start", total=None, latest="")
+        with live_display(self.console) as show:
+            if show is not None:
+                live.line = line = RunLine([Tail(memory_trace_path(directory, node)) for node in range(spec.nodes)])
+                live.show = lambda: show(Group(line, *self.sweep.live_lines()))
             yield live
             live.refresh()
 
@@ -304,44 +282,3 @@ def _trial_line(record: RunRecord, label: str) -> str:
 def _plain(text: str) -> str:
     """Return a text that neither rich nor a terminal interprets."""
     return escape(printable(text))
-
-
-@dataclass
-class SweepProgress:
-    """Progress of a sweep on this machine, as numbers of cells. Those that train are runs; the others are invalid."""
-
-    cells: int
-    runs: int
-    ended: int = 0
-    durations: list[tuple[str, float]] = field(default_factory=list)  # status and seconds, with the start of processes
-    ended_runs: int = 0
-    started: float | None = None
-
-    def start(self) -> None:
-        """Note the time at which a cell starts."""
-        self.started = time.monotonic()
-
-    def add(self, record: RunRecord) -> None:
-        """Count a cell that has ended, or was done before."""
-        self.ended += 1
-        if record.status == "invalid":
-            return
-        self.ended_runs += 1
-        if self.started is not None:
-            self.durations.append((record.status, time.monotonic() - self.started))
-
-    def line(self) -> str | None:
-        """Return ``2 of 8 done, about 50 s left``; None for a single run and at the end."""
-        left = self.runs - self.ended_runs
-        if self.cells == 1 or left <= 0:
-            return None
-        return f"{self.ended} of {self.cells} done, {self._time_left(left)}"
-
-    def _time_left(self, runs: int) -> str:
-        """Return the remaining time, from the median of completed runs. A failed one may have ended early."""
-        completed = [seconds for status, seconds in self.durations if status == "completed"]
-        known = sorted(completed or [seconds for _, seconds in self.durations])
-        if not known:
-            return "time left unknown until a run has ended"
-        spread = f" (runs took {known[0]:,.0f} to {known[-1]:,.0f} s)" if known[-1] > MIN_SPREAD * known[0] else ""
-        return f"about {format_about(runs * statistics.median_low(known))} left{spread}"

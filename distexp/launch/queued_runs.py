@@ -9,19 +9,18 @@ from pathlib import Path
 import yaml
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
-from rich.live import Live
 
 from distexp.compose.composition import Cell
 from distexp.config.overrides import suggest_command
 from distexp.console.screen import Screen
-from distexp.console.sweep_table import InvalidCells, Row, describe_state, state_key, states_table
+from distexp.console.sweep_table import InvalidCells, Row, describe_state, followed_states, state_key
 from distexp.exceptions import MonitoringInterrupted, SweepFailedError
 from distexp.launch.run_dirs import AssignedRun, ExistingRunRules, GitState, assign_run_dirs, write_invalid
 from distexp.runs import attempts, texts
 from distexp.runs.record import DONE, FAILURES, ExistingRun, RunRecord, RunSpec, read_records
 from distexp.runs.run_dir import HYDRA
 from distexp.runs.run_state import RunState
-from distexp.tables.columns import print_plain, show_progress
+from distexp.tables.columns import live_display, print_plain, show_progress
 
 
 @dataclass(frozen=True)
@@ -129,16 +128,18 @@ def follow(poll: Callable[[], Sequence[RunState]], total: int, sweep_dir: Path, 
 def poll_until_done(poll: Callable[[], Sequence[RunState]], console: Console, printed: dict[int, str]) -> None:
     """Show the runs of a sweep until all have ended. ``printed`` gets the key of each run's last printed state."""
     started = time.monotonic()
-    with Live(console=console, transient=True, auto_refresh=False) as live:
+    with live_display(console) as show:
         while True:
             runs = poll()
-            if console.is_terminal:
-                live.update(states_table([Row(run) for run in runs], console.width), refresh=True)
-            else:
+            if show is None:
                 print_changes(runs, printed, console)
             if not any(run.is_active for run in runs):
                 return
-            time.sleep(FAST_POLL_S if time.monotonic() - started < FAST_POLLING_S else SLOW_POLL_S)
+            waited_s = time.monotonic() - started
+            for _ in range(round(FAST_POLL_S if waited_s < FAST_POLLING_S else SLOW_POLL_S)):
+                if show is not None:
+                    show(followed_states([Row(run) for run in runs], console.width, time.monotonic() - started))
+                time.sleep(1.0)
 
 
 def print_changes(runs: Sequence[RunState], printed: dict[int, str], console: Console) -> None:

@@ -27,7 +27,7 @@ from distexp.plan.planner import Planner
 from distexp.plan.verdict import FITS, memory_to_fit_mib, verdict_of
 from distexp.resolve.resources import launcher_traits
 from distexp.system import cgroups, files, units
-from distexp.tables.columns import print_plain
+from distexp.tables.columns import print_plain, shows_live_lines
 
 SLOW_S = 100.0  # time of a prediction from which no variants are predicted
 
@@ -186,7 +186,7 @@ def _print_search(
 def show_predictions(total: int, remark: str = "") -> Iterator[Callable[[], None]]:
     """Show on stderr that memory is predicted; yield a function to call after each prediction that is not cached."""
     console = Console(stderr=True)
-    if not console.is_terminal or not total:
+    if not shows_live_lines(console) or not total:
         if total:
             _print(f"predicting the memory of {format_count(total, 'configuration')}{remark}")
         yield lambda: None
@@ -201,7 +201,7 @@ def show_predictions(total: int, remark: str = "") -> Iterator[Callable[[], None
 def show_search(title: str, most: int, remark: str = "") -> Iterator[Callable[[], None]]:
     """Show on stderr how many of the most variants are predicted; yield a function to call after each one."""
     console, title, done = Console(stderr=True), f"searching for {title}", 0
-    status = console.status(f"{title}{remark}") if console.is_terminal else None
+    status = console.status(f"{title}{remark}") if shows_live_lines(console) else None
 
     def advance() -> None:
         nonlocal done

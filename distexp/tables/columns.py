@@ -10,9 +10,11 @@ from dataclasses import dataclass, replace
 
 from rich import box
 from rich.cells import cell_len
-from rich.console import Console, RenderResult
+from rich.console import Console, RenderableType, RenderResult
 from rich.table import Table
 from rich.text import Text
+
+from distexp.system.silence import allows_live_lines
 
 GAP = 2  # spaces between two columns; one of them is part of rich's box
 ALWAYS = 1000  # importance of a required column, which is never hidden
@@ -160,6 +162,26 @@ def print_plain(console: Console, text: str, style: str | None = None) -> None:
     console.print(text, style=style, highlight=False, markup=False, emoji=False, soft_wrap=True)
 
 
+def shows_live_lines(console: Console) -> bool:
+    """Return whether lines may be overwritten: on a terminal, unless the user wants plain ones."""
+    return console.is_terminal and not console.is_dumb_terminal and allows_live_lines()
+
+
+@contextmanager
+def live_display(console: Console) -> Iterator[Callable[[RenderableType], None] | None]:
+    """Yield a function that shows something below the output of a terminal until the block ends; None for plain lines.
+
+    Other output appears above. No thread refreshes it, because processes are forked while it is shown.
+    """
+    if not shows_live_lines(console):
+        yield None
+        return
+    from rich.live import Live
+
+    with Live(console=console, transient=True, auto_refresh=False) as live:
+        yield lambda shown: live.update(shown, refresh=True)
+
+
 @contextmanager
 def show_progress(step: str, total: int) -> Iterator[Callable[[], None]]:
     """Show a bar on stderr until the block ends, if stderr is a terminal; yield a function to call after each cell."""
@@ -170,7 +192,7 @@ def show_progress(step: str, total: int) -> Iterator[Callable[[], None]]:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     console = Console(stderr=True)
-    if not console.is_terminal:
+    if not shows_live_lines(console):
         yield lambda: None
         return
     columns = (TextColumn("{task.description:>10}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())

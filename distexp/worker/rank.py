@@ -102,9 +102,11 @@ def train(spec: RunSpec, context: Context, events: Events) -> RunRecord:
             note = "the first steps compile, which may take minutes; later runs use the cache"
             print(f"note: {note} {folder}", flush=True)
     seeding.seed_everything(config.train.seed)
+    events.emit(preparing="data")
     data = build.load_data(config, context)
     inputs = make_inputs(spec, data, context, events)
     logger = inputs.logger
+    events.emit(preparing="model")
     model, built = run_trainer(config, data, inputs)
     complete_built(built, config, data, model.module)
     attempts.record_resume(spec.run, logger.resumed_at or None, logger.changes)

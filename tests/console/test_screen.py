@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
-from rich.progress import Progress
 
 from distexp.console.screen import LiveRun, Screen, TrialScreen
+from distexp.console.sweep_table import RunLine
 from distexp.runs.attempts import ERROR_HEADING
+from distexp.runs.memory_trace import COLUMNS
 from distexp.runs.record import RunSpec
 from distexp.runs.record_sections import RunError
 from distexp.runs.run_dir import METRICS, OPERATORS
@@ -36,13 +37,90 @@ def test_live_run_shows_every_kind_of_event(tmp_path: Path) -> None:
     (tmp_path / "events").write_text("".join(json.dumps(event) + "\n" for event in EVENTS))
     shown = io.StringIO()
     console = Console(file=shown, force_terminal=True, width=100, color_system=None)
-    progress = Progress(console=console, disable=True)
-    task = progress.add_task("start", total=None)
-    live = LiveRun(console, Tail(tmp_path / "events"), Tail(tmp_path / "none"), Tail(tmp_path / "none"), progress, task)
+    live = LiveRun(console, Tail(tmp_path / "events"), Tail(tmp_path / "none"), Tail(tmp_path / "none"), RunLine())
     live.refresh()
     assert "epoch 1: train loss 2.0000, eval loss 1.5000, accuracy 25.0%, top-5 75.0%" in shown.getvalue()
     assert "answers: exact match 8.1%, F1 9.0%" in shown.getvalue()
-    assert progress.tasks[0].description == "done"
+    assert live.line is not None
+    assert live.line.phase == "done"
+
+
+def drawn(line: RunLine, width: int = 100) -> str:
+    """Return a line as a terminal shows it; it has one row."""
+    shown = io.StringIO()
+    Console(file=shown, force_terminal=True, width=width, color_system=None).print(line)
+    (row,) = shown.getvalue().splitlines()
+    return row.rstrip()
+
+
+def test_the_line_shows_the_phases_before_the_first_step_and_then_the_progress(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 1000.0
+    monkeypatch.setattr(time, "time", lambda: now)
+    line = RunLine([Tail(tmp_path / "memory")])
+    now = 1007.0
+    assert drawn(line) == "imports  7 s"
+    for passed, event in ((0, {"phase": "setup"}), (1, {"preparing": "data"}), (3, {"preparing": "model"})):
+        assert line.add_event({"unix_time_s": 1007.0 + passed, **event}) == ""
+    now = 1012.0
+    assert drawn(line) == "model  2 s"
+    line.add_event({"unix_time_s": 1012.0, "phase": "warmup", "total_steps": 200})
+    line.add_event({"compiling": "model", "elapsed_s": 1})
+    now = 1017.0
+    assert drawn(line) == "warmup  train.compile=model  5 s"
+    durations = line.add_event({"unix_time_s": 1018.0, "phase": "train", "total_steps": 200})
+    total = "the training starts after 18.0 s: "
+    assert durations == total + "imports 7.0 s, setup 1.0 s, data 2.0 s, model 2.0 s, warmup 6.0 s"
+    (tmp_path / "memory").write_text(
+        f"{','.join(COLUMNS)}\n1.0,train,cpu,0,9000.0\n1.0,train,gpu,0,2048.0\n1.0,train,gpu,1,3072.0\n1.0,train,gpu,1,"
+    )
+    for step in (10, 20):
+        now += 10.0
+        line.add_step({"step": step, "loss": 2.5, "samples_per_second": 1234.5})
+    assert drawn(line).startswith("train  ━")
+    assert drawn(line).endswith("20/200  loss 2.5000  1,234.5 samples/s  GPU 3.0 GiB  3 min left")
+    assert line.add_event({"unix_time_s": now, "phase": "eval"}) == ""
+    assert drawn(line).startswith("eval ")
+    narrow = drawn(line, width=40)
+    assert len(narrow) < 40
+    assert "20/200" in narrow
+    assert "loss 2.5000" in narrow
+    assert "GiB" not in narrow
+
+
+def test_the_first_step_after_a_resumption_is_no_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(time, "time", lambda: now)
+    line = RunLine()
+    line.add_event({"phase": "train", "total_steps": 1100})
+    for step, at in ((1000, 100.0), (1010, 110.0)):
+        now = at
+        line.add_step({"step": step, "loss": None, "samples_per_second": 1.0})
+    assert drawn(line).endswith("1010/1100  loss nan  1.0 samples/s  2 min left")
+
+
+@pytest.mark.parametrize(("name", "value"), [("NO_COLOR", "1"), ("TERM", "dumb")])
+def test_a_terminal_without_live_lines_gets_plain_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: str
+) -> None:
+    (tmp_path / METRICS).write_text(json.dumps({"step": 1, "loss": 2.0, "samples_per_second": 3.0}) + "\n")
+
+    def shown() -> str:
+        screen, output = Screen(2, tmp_path), io.StringIO()
+        screen.console = Console(file=output, force_terminal=True, width=100, color_system=None)
+        screen.run_header(0, "train.seed=1")
+        with screen.follow(RunSpec(resolve_cell("cluster.device=cpu"), record(0).run), tmp_path):
+            pass
+        return output.getvalue()
+
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    assert "\x1b" in shown()
+    monkeypatch.setenv(name, value)
+    assert "\x1b" not in shown()
+    assert shown().splitlines()[0] == "0 of 2 done, time left unknown until a run has ended"
+    assert shown().splitlines()[-1] == "step 1: loss 2.0000  3.0 samples/s"
 
 
 def test_a_step_has_no_total_before_it_is_known(tmp_path: Path) -> None:
@@ -187,13 +265,12 @@ def test_the_compilation_of_operators_is_announced_with_its_steps(tmp_path: Path
         "compiling: step 1 of 3, 58 s",
         "DeepSpeed's operators were compiled in 187 s",
     ]
-    progress = Progress(console=screen.console, disable=True)
-    task = progress.add_task("start", total=None, latest="")
-    live = LiveRun(screen.console, nothing, nothing, nothing, progress, task, operators=Tail(tmp_path / "build"))
+    line = RunLine()
+    live = LiveRun(screen.console, nothing, nothing, nothing, line, operators=Tail(tmp_path / "build"))
     with (tmp_path / "build").open("r+") as file:
         file.truncate(len("".join(json.dumps(entry) + "\n" for entry in entries[:3])))
     live.refresh()
-    assert (progress.tasks[0].description, progress.tasks[0].fields["latest"]) == ("compile", "step 1 of 3")
+    assert line.note == "DeepSpeed's operators, step 1 of 3"
 
 
 def test_a_sweep_prints_what_is_done_and_the_time_left(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,6 +32,7 @@ from distexp.runs.record import DONE, FAILURES, RunRecord, RunSpec
 from distexp.runs.run_dir import RECORD
 from distexp.system.cgroups import cpu_count, cpu_limit
 from distexp.system.processes import collect_interrupts, end_tree, handle_signals, start_module, wait_until
+from distexp.system.silence import set_step
 from distexp.tracking.trackers import tracked
 
 
@@ -182,6 +183,7 @@ def run_locally(
             stopped = OUTPUT_CLOSED if is_closed_output(error) else None
             raise
         finally:
+            set_step("completing the record")
             with collect_interrupts() as late:  # The record is written completely.
                 codes = {node: _end(agent) for node, agent in enumerate(agents)}
                 codes = shared_start.true_codes(directory, codes)

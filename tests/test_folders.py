@@ -1,0 +1,119 @@
+"""Tests of the commands that delete and archive the folders of sweeps and runs."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from distexp.cli.main import main
+from distexp.runs import attempts
+from tests.helpers.runs import REPOSITORY, make_spec
+from tests.helpers.terminal import Terminal
+from tests.test_status import write_sweep
+
+
+@pytest.fixture
+def sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the folder of a sweep of two runs, one with a checkpoint and a model. The current folder is above it."""
+    monkeypatch.chdir(tmp_path)
+    write_sweep(tmp_path / "sweep", ("strategy=ddp",), ("strategy=fsdp",))
+    for name in ("checkpoints/step-1/weights", "model/weights", "logs/node0/rank0.log", "attempts/0/metrics.jsonl"):
+        path = tmp_path / "sweep" / "0" / name
+        path.parent.mkdir(parents=True)
+        path.write_bytes(os.urandom(200_000))
+    return Path("sweep")
+
+
+def test_a_folder_is_deleted_only_after_a_yes(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["rm", "sweep"]) == 2
+    shown = capsys.readouterr()
+    assert shown.out.startswith("sweep: 2 completed; 7 files, 0.78")
+    assert shown.err.endswith("there is no terminal to ask: add --yes to delete it\n")
+    for answer, code, is_left in (("\n", 1, True), ("y\n", 0, False)):
+        environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+        terminal = Terminal([sys.executable, "-m", "distexp", "rm", "sweep"], Path.cwd(), 80, environment)
+        terminal.read_until("delete 1 folder? [y/N] ")
+        terminal.press(answer)
+        assert terminal.wait() == code
+        assert sweep.exists() is is_left
+
+
+def test_a_sweep_and_a_run_in_it_are_deleted(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["rm", "--yes", "sweep/1"]) == 0
+    assert sorted(path.name for path in sweep.iterdir()) == ["0", "command.json"]
+    assert main(["rm", "--yes", "sweep/0", "sweep"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "deleted: sweep"
+    assert not sweep.exists()
+
+
+@pytest.mark.parametrize("command", [["rm", "--yes"], ["archive"]])
+def test_a_running_run_and_other_folders_are_refused(
+    sweep: Path, command: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("notes").mkdir()
+    Path("link").symlink_to("sweep")
+    running = sweep / "2"
+    running.mkdir()
+    make_spec("cluster.device=cpu").write(running)
+    attempts.write_launcher_process(running)
+    texts = {
+        "sweep": "sweep: run 0 running. Wait for the end, or type distexp cancel sweep first",
+        "sweep/2": "sweep/2: run 0 running. Wait for the end, or type distexp status sweep/2 first",
+        "notes": "notes is not the folder of a sweep or a run of distexp: distexp ls notes lists the sweeps below it",
+        "link": "link is a link: give the folder to which it leads, sweep",
+        "missing": "missing: no such folder. 'distexp ls' lists the sweeps",
+    }
+    for folder, text in texts.items():
+        assert main([*command, folder]) == 2
+        assert capsys.readouterr().err == f"distexp: {text}\n"
+    assert {path.name for path in Path().iterdir()} == {"sweep", "notes", "link"}
+
+
+def test_what_distexp_did_not_write_is_not_deleted(
+    sweep: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("elsewhere").mkdir()
+    (sweep / "7").symlink_to(Path("elsewhere").resolve())
+    (sweep / "notes.txt").write_text("mine")
+    assert main(["rm", "--yes", "sweep"]) == 2
+    assert "sweep also contains what distexp did not write: 7, notes.txt. Move it" in capsys.readouterr().err
+    for name in ("7", "notes.txt"):
+        (sweep / name).unlink()
+    (sweep / "0" / "outside").symlink_to(Path("elsewhere").resolve())
+    monkeypatch.chdir(sweep / "0")
+    assert main(["rm", "--yes", ".."]) == 2
+    assert "the current folder is in it" in capsys.readouterr().err
+    monkeypatch.chdir("../..")
+    with attempts.run_lock(sweep):
+        assert main(["rm", "--yes", "sweep"]) == 2
+    assert "sweep was not deleted: process" in capsys.readouterr().err
+    assert main(["rm", "--yes", "sweep"]) == 0
+    assert Path("elsewhere").is_dir()
+    assert not sweep.exists()
+
+
+def test_the_report_of_an_unpacked_archive_is_that_of_the_sweep(
+    sweep: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["archive", "sweep"]) == 0
+    written, left_out, unpack = capsys.readouterr().out.splitlines()
+    assert written.startswith("written: sweep.tar.gz, 5 files, ")
+    assert left_out == "left out: checkpoints/ (0.191 MiB), model/ (0.191 MiB)"
+    assert main(["archive", "sweep"]) == 2
+    assert "sweep.tar.gz exists already, and is not overwritten" in capsys.readouterr().err
+    with tarfile.open("sweep.tar.gz") as archive:
+        assert {entry.uname for entry in archive} == {""}
+    assert main(["report", "sweep"]) == 0
+    shown = capsys.readouterr().out
+    assert main(["rm", "--yes", "sweep"]) == 0
+    subprocess.run(unpack.removeprefix("to unpack: "), shell=True, check=True)
+    capsys.readouterr()
+    assert main(["report", "sweep"]) == 0
+    assert capsys.readouterr().out == shown
+    assert main(["archive", "sweep", "--output", "sweep/inside.tar.gz"]) == 2
+    assert "would be inside of sweep" in capsys.readouterr().err
