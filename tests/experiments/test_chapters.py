@@ -60,11 +60,11 @@ def test_a_run_of_a_page_composes(page: str, line: list[str], tmp_path: Path, mo
     monkeypatch.chdir(tmp_path)
     write_files(tmp_path)
     save_architecture(tmp_path)
-    words = [re.sub(r"^cluster\.environment", "++cluster.environment", text) for text in line]  # as the command does
-    words = [text for text in words if not text.startswith(("--", "hydra."))]
-    swept = [text for text in words if "," in text]
+    options = [re.sub(r"^cluster\.environment", "++cluster.environment", text) for text in line]  # as the command does
+    options = [text for text in options if not text.startswith(("--", "hydra."))]
+    swept = [text for text in options if "," in text]
     for value in swept[0].partition("=")[2].split(",") if swept else [""]:
-        cell = [f"{text.partition('=')[0]}={value}" if text in swept else text for text in words]
+        cell = [f"{text.partition('=')[0]}={value}" if text in swept else text for text in options]
         if any(FIXED in text for text in cell) and "train.micro_batch_size=4" not in cell:
             with pytest.raises(ValueError, match="train_micro_batch_size_per_gpu=4, but this run has 8"):
                 resolve_cell(*cell)
