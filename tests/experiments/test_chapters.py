@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -18,6 +19,7 @@ from tests.helpers.presets import cells_of
 from tests.helpers.runs import REPOSITORY, TIMEOUT_S, resolve_cell, start_module
 
 PAGES = sorted((REPOSITORY / "docs" / "workshop").glob("*.md"))
+NOTEBOOKS = sorted((REPOSITORY / "examples" / "notebooks").glob("*.ipynb"))
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 COMMANDS = {"experiments", "ls", "preflight", "report", "status"}
 """Commands of distexp that the pages have, apart from runs."""
@@ -132,3 +134,24 @@ def test_processes_find_each_other_by_variables(tmp_path: Path) -> None:
     assert sorted(re.findall(r"rank \d of 2: .* sum of all ranks 1", done.stdout)) == [
         f"rank {rank} of 2: gloo on cpu, sum of all ranks 1" for rank in (0, 1)
     ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_runs(notebook: Path, tmp_path: Path) -> None:
+    cells = [cell for cell in json.loads(notebook.read_text())["cells"] if cell["cell_type"] == "code"]
+    script = tmp_path / "cells.py"
+    script.write_text("\n\n".join("".join(cell["source"]) for cell in cells))
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    done = subprocess.run(
+        [sys.executable, "-P", str(script)], cwd=REPOSITORY, env=environment, capture_output=True, text=True,
+        timeout=TIMEOUT_S, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_notebooks_are_small_and_have_no_outputs() -> None:
+    assert len(NOTEBOOKS) == 2
+    for path in NOTEBOOKS:
+        assert path.stat().st_size < 100_000
+        assert not any(cell.get("outputs") for cell in json.loads(path.read_text())["cells"])
