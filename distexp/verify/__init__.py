@@ -34,6 +34,7 @@ from distexp.resolve.run_id import proof_file, run_id
 from distexp.runs.record import RunSpec
 from distexp.runs.run_dir import AGENT_ERROR, OPERATORS_LOG, PROOF
 from distexp.system import files
+from distexp.system.environment_variables import select_arithmetic
 from distexp.system.processes import end_tree, start_module
 from distexp.tables.columns import print_plain
 from distexp.verify.phases import (
@@ -89,9 +90,9 @@ def conclude(results: Sequence[dict[str, Any]], proof: str, *, as_json: bool) ->
 
 def keep_proof(cell: Cell, result: dict[str, Any], *, is_complete: bool) -> None:
     """Keep the hash of a proof for the records of runs with this configuration. A difference removes that of before."""
-    if cell.config is None:
+    if cell.config is None or not result.get("arithmetic"):
         return
-    file = proof_file(cell.config)
+    file = proof_file(cell.config, result["arithmetic"])
     if result["status"] == DIFFERENT:
         file.unlink(missing_ok=True)
     elif result["status"] == EQUAL and is_complete:
@@ -141,6 +142,11 @@ def check_cells(cells: Sequence[Cell]) -> None:
     configs = [cell.config for cell in cells if cell.config is not None]
     if not configs:
         raise ConfigError(list(dict.fromkeys(error for cell in cells for error in cell.errors)))
+    if len({tuple(select_arithmetic(config.cluster.environment)) for config in configs}) > 1:
+        raise ConfigError(
+            "cluster.environment lets the variants compute differently, but they share the runs of single: "
+            "verify each of them by its own command"
+        )
     if elsewhere := [config.cluster.name for config in configs if not launcher_traits(config).runs_here]:
         raise ConfigError(
             f"distexp verify starts its workers on this machine, but cluster={elsewhere[0]} does not: "

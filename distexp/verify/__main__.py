@@ -33,8 +33,6 @@ examples:
   distexp verify engine=hf_trainer strategy=fsdp"""
 
 OPTIONS = {"--quick": "verify.quick=true", "--json": "verify.output=json"}
-
-
 RECORDED = "--recorded"
 
 

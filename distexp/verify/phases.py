@@ -114,7 +114,6 @@ class RunSettings:
     samples: int  # samples of the training set that are used
     uneven: bool = False
     frozen: bool = False
-    reverses: bool = False  # whether the samples of each micro-batch are in the reverse order
     precision: str = "fp32"
     tensor: int = 1  # ranks with the same samples, because of tensor parallelism
     epochs: int = 1
@@ -191,10 +190,7 @@ def _plan_phase(variant: PlannedVariant, phase: Phase, cell: Cell, make: MakeCel
     settings = RunSettings(
         phase.name, "", world, phase.accumulation, size, samples, uneven=phase.uneven, frozen=phase.frozen
     )
-    written = {
-        role: _write_run(one, replace(settings, role=role, reverses=role == "noise"), variant.directory)
-        for role, one in made.items()
-    }
+    written = {role: _write_run(one, replace(settings, role=role), variant.directory) for role, one in made.items()}
     resumed = {"resumed": _add_resumed(written["variant"])} if phase.resumes else {}
     variant.phases.append(PlannedPhase(phase, written | resumed))
 
