@@ -200,7 +200,7 @@ class Comparison:
             floor = max(floor, self.margin * self._noise(step - 1))
         margin = self.margin * (self._drift(step - 1) if kind in ("gradient", "state") else 1.0)
         errors = {}
-        for name in reference.keys() & variant.keys():
+        for name in filter(variant.__contains__, reference):  # in the order of the model
             scale = max(sizes.get(name, 0.0), least, 1e-30)
             rounding = 8 * EPS * largest(reference[name]) if scales is not None else 0.0
             noisy = margin * distance(noise.get(name, reference[name]), reference[name])

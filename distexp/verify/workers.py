@@ -332,6 +332,7 @@ def compare_phase(phase: dict[str, Any]) -> dict[str, Any]:
         "steps": len(runs["reference"].steps),
         "cause": cause,
         "worst": {kind: {"error": error, "bound": bound, "step": step} for kind, (error, bound, step) in worst.items()},
+        "errors": compared.errors,
         "findings": [describe_finding(finding) for finding in findings[:MAX_FINDINGS]],
     }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import html
 import json
 import os
 import subprocess
@@ -55,6 +56,14 @@ def test_a_difference_has_its_place_and_its_cause(results: list[dict[str, Any]])
     assert proof == results[1]
     assert proof["versions"]["torch"]
     assert len(proof["configuration"]) == 12
+    error, bound, step, phase = next(iter(proof["parameters"].values()))["gradient"]
+    assert error / bound > 1000
+    assert (step, phase) == (1, "sgd")
+    page = Path(results[1]["proof"]).with_name("proof.html").read_text()
+    assert html.escape(cause["sentence"]) in page
+    assert page.count('<td class="l4"') > len(proof["parameters"])
+    assert proof["command"].startswith(f"distexp verify --quick --config-dir {CONF} ")
+    assert proof["command"].endswith("strategy=museum ++strategy.options.bug=summed")
 
 
 def test_a_strategy_that_fails_cannot_be_compared(results: list[dict[str, Any]]) -> None:
