@@ -27,7 +27,7 @@ from distexp.runs.record_sections import RunError, RunInfo, make_environment
 from distexp.runs.run_dir import ALLOCATOR, DISK_RESERVE, EVENTS, PREFLIGHT, RANK_LOG, RECORD, RESULT, SPEC
 from distexp.runs.run_state import last_activity
 from distexp.strategies.base import load_strategy, recorded_strategy
-from distexp.system.environment_variables import select_variables
+from distexp.system.environment_variables import select_arithmetic, select_variables
 
 
 def add_traces(record: RunRecord, spec: RunSpec, directory: Path) -> None:
@@ -171,7 +171,11 @@ def add_prediction(record: RunRecord, spec: RunSpec, directory: Path) -> None:
 
 def add_proof(record: RunRecord, spec: RunSpec, directory: Path) -> None:
     """Add the hash of the proof that the configuration trains as ``single`` does, if there is one."""
-    file = proof_file(spec.config)
+    environment = record.environment
+    if environment is None or environment.arithmetic is None:
+        return  # It has not trained.
+    computes = [*environment.arithmetic.split(", "), *select_arithmetic(environment.variables)]
+    file = proof_file(spec.config, computes)
     record.run.proof = json.loads(file.read_text())["proof"] if file.exists() else None
 
 

@@ -4,6 +4,7 @@ import glob
 import hashlib
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import asdict
 from functools import lru_cache
 from pathlib import Path
@@ -16,6 +17,7 @@ from distexp.config.fields import info_of
 from distexp.config.keys import schema_fields
 from distexp.config.model_checks import loads_from_source, searches_micro_batch, weights_source_key
 from distexp.system.cache_dir import cache_dir
+from distexp.system.environment_variables import TF32_CONVOLUTIONS
 
 IRRELEVANT = (
     *("name", "command", "exercise", "scale", "scaling", "sweep", "measure", "preflight", "tracker", "kernels", "plan"),
@@ -46,17 +48,19 @@ VERIFY_SETS = {
 """Keys that ``distexp verify`` sets, so that its proof holds for each of their values."""
 
 
-def proof_file(config: Config) -> Path:
+def proof_file(config: Config, arithmetic: Sequence[str]) -> Path:
     """Return the file in the cache with the hash of the proof that a configuration trains as ``single`` does.
 
-    Its name depends on the code of distexp and of the custom packages, and on the versions of the libraries.
+    Its name depends on the code of distexp and of the custom packages, on the versions of the libraries, and on how
+    torch computes: its flags, and the variables that change them. Proofs are made without TF32_CONVOLUTIONS.
     """
     settings = _training_settings(config)
     for section, names in VERIFY_SETS.items():
         settings[section] = {key: each for key, each in settings[section].items() if key not in names}
     packages = ["distexp", *custom_packages(config), config.engine._target_.partition(".")[0]]
     code = {name: package_hash(name) for name in packages}
-    text = json.dumps([settings, code, library_versions()], sort_keys=True)
+    known = [each for each in arithmetic if each != TF32_CONVOLUTIONS]
+    text = json.dumps([settings, code, library_versions(), known], sort_keys=True)
     return cache_dir() / "proofs" / hashlib.sha256(text.encode()).hexdigest()[:24]
 
 

@@ -63,7 +63,7 @@ OUTPUTS = "multirun_outputs"
 
 # Files and folders of a sweep
 COMMAND = "command.json"
-PROOF = "proof.json"  # result of distexp verify
+PROOF, PROOF_PAGE = "proof.json", "proof.html"  # result of distexp verify
 MULTIRUN = "multirun.yaml"
 LEDGER = "ledger.jsonl"
 CHOICE = "choose.json"

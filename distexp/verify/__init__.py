@@ -25,15 +25,17 @@ from distexp import __version__
 from distexp.compose.composition import Cell, MakeCell
 from distexp.config import ConfigError
 from distexp.config.custom_code import library_versions
-from distexp.config.overrides import format_count
+from distexp.config.overrides import copyable_command, format_count
 from distexp.exceptions import SweepFailedError, SweepInterrupted
 from distexp.launch import node_setup
 from distexp.launch.run_dirs import locked_sweep_dir
+from distexp.report.files import errors_of_parameters, write_proof
 from distexp.resolve.resources import launcher_traits
 from distexp.resolve.run_id import proof_file, run_id
 from distexp.runs.record import RunSpec
-from distexp.runs.run_dir import AGENT_ERROR, OPERATORS_LOG, PROOF
+from distexp.runs.run_dir import AGENT_ERROR, OPERATORS_LOG, PROOF, PROOF_PAGE
 from distexp.system import files
+from distexp.system.environment_variables import select_arithmetic
 from distexp.system.processes import end_tree, start_module
 from distexp.tables.columns import print_plain
 from distexp.verify.phases import (
@@ -80,7 +82,11 @@ def conclude(results: Sequence[dict[str, Any]], proof: str, *, as_json: bool) ->
     if as_json:
         print(json.dumps(results, indent=2))
     else:
-        print_results(results, proof)
+        console = Console(width=max(MIN_WIDTH, Console().width))
+        console.print(result_table(results))
+        verdicts = [line for result in results for line in verdict_lines(result, single=len(results) == 1)]
+        for line in (*verdicts, f"proof: {proof}/{PROOF}", f"page: {proof}/{PROOF_PAGE}"):
+            print_plain(console, line)
     if any(result["status"] == DIFFERENT for result in results):
         raise SweepFailedError
     if wrong := [result for result in results if result["status"] != EQUAL]:
@@ -89,9 +95,9 @@ def conclude(results: Sequence[dict[str, Any]], proof: str, *, as_json: bool) ->
 
 def keep_proof(cell: Cell, result: dict[str, Any], *, is_complete: bool) -> None:
     """Keep the hash of a proof for the records of runs with this configuration. A difference removes that of before."""
-    if cell.config is None:
+    if cell.config is None or not result.get("arithmetic"):
         return
-    file = proof_file(cell.config)
+    file = proof_file(cell.config, result["arithmetic"])
     if result["status"] == DIFFERENT:
         file.unlink(missing_ok=True)
     elif result["status"] == EQUAL and is_complete:
@@ -100,8 +106,8 @@ def keep_proof(cell: Cell, result: dict[str, Any], *, is_complete: bool) -> None
         files.write_json(file, {"proof": digest, "path": result["proof"]})
 
 
-RECORDING_VARIABLE = "DISTEXP_VERIFY"
-"""Environment variable with the folder to which ``watch`` records. Without it, it does nothing."""
+RECORDED, RECORDING_VARIABLE = "--recorded", "DISTEXP_VERIFY"
+"""Option of the command, and the variable with the folder to which ``watch`` records. Without it, it does nothing."""
 
 
 def watch(model: Any, optimizer: Any, *, precision: str = "fp32") -> Any:
@@ -125,7 +131,8 @@ def compare_recordings(reference: Path, variant: Path, *, as_json: bool) -> None
     directories = {"reference": str(reference), "noise": str(reference), "variant": str(variant)}
     settings, label = RunSettings.read(variant), variant.name
     phase = {"name": "script", "adds": f"recorded on {settings.world_size} workers", "directories": directories}
-    header = {"label": label, "workers": settings.world_size, "precision": settings.precision}
+    command = copyable_command([RECORDED, str(reference), str(variant)], command="distexp verify")
+    header: Any = {"label": label, "command": command, "workers": settings.world_size, "precision": settings.precision}
     header |= {"versions": {"distexp": __version__, **library_versions()}, "reference": reference.name}
     planned = {"directory": str(variant), "skipped": {}, "header": header, "phases": [phase]}
     groups: Any = [{"environments": [], "runs": []}] * 2
@@ -141,6 +148,11 @@ def check_cells(cells: Sequence[Cell]) -> None:
     configs = [cell.config for cell in cells if cell.config is not None]
     if not configs:
         raise ConfigError(list(dict.fromkeys(error for cell in cells for error in cell.errors)))
+    if len({tuple(select_arithmetic(config.cluster.environment)) for config in configs}) > 1:
+        raise ConfigError(
+            "cluster.environment lets the variants compute differently, but they share the runs of single: "
+            "verify each of them by its own command"
+        )
     if elsewhere := [config.cluster.name for config in configs if not launcher_traits(config).runs_here]:
         raise ConfigError(
             f"distexp verify starts its workers on this machine, but cluster={elsewhere[0]} does not: "
@@ -233,6 +245,7 @@ def header_of(variant: PlannedVariant) -> dict[str, Any]:
     """Return what identifies a comparison: the configuration and the versions."""
     config = variant.config
     return {
+        "command": variant.command,
         "label": variant.label,
         "configuration": run_id(config),
         "workers": config.cluster.world_size,
@@ -252,8 +265,9 @@ def read_result(label: str, directory: Path, sweep_dir: Path, seconds: float) ->
         reason = lines[-1] if lines else f"the process that compares was ended, see {sweep_dir / LOG}"
         return {"label": label, "status": NOT_COMPARABLE, "reasons": [reason], "phases": []}
     result: dict[str, Any] = files.read_json(path)
-    result |= {"seconds": round(seconds, 1), "proof": str(path)}
+    result |= {"seconds": round(seconds, 1), "proof": str(path), "parameters": errors_of_parameters(result["phases"])}
     files.write_json(path, result)
+    write_proof(result, list(verdict_lines(result, single=True)), COLUMNS, directory / PROOF_PAGE)
     return result
 
 
@@ -262,16 +276,6 @@ def reason_of(result: dict[str, Any]) -> str:
     reasons = result.get("reasons") or ["no phase could be compared"]
     more = f" (and {len(reasons) - 1} more)" if len(reasons) > 1 else ""
     return f"{reasons[0]}{more}"
-
-
-def print_results(results: Sequence[dict[str, Any]], proof: str) -> None:
-    """Print the phases of one variant, or a line for each of several."""
-    console = Console(width=max(MIN_WIDTH, Console().width))
-    console.print(result_table(results))
-    for result in results:
-        for line in verdict_lines(result, single=len(results) == 1):
-            print_plain(console, line)
-    print_plain(console, f"proof: {proof}/{PROOF}")
 
 
 def result_table(results: Sequence[dict[str, Any]]) -> Table:

@@ -7,6 +7,7 @@ from pathlib import Path
 from distexp.cli.run import main as run
 from distexp.config import Command, ConfigError
 from distexp.exceptions import SweepFailedError, run_until_pipe_closes
+from distexp.verify import RECORDED, compare_recordings
 
 USAGE = """usage: distexp verify [--quick] [--json] [--multirun] [OVERRIDES ...]
        distexp verify --recorded REFERENCE VARIANT [--json]
@@ -35,13 +36,8 @@ examples:
 OPTIONS = {"--quick": "verify.quick=true", "--json": "verify.output=json"}
 
 
-RECORDED = "--recorded"
-
-
 def compare_folders(given: Sequence[str]) -> int:
     """Compare two recordings; return the exit code. Raise ConfigError if they cannot be compared."""
-    from distexp.verify import compare_recordings
-
     folders = [text for text in given if text != "--json"]
     if len(folders) != 2:
         raise ConfigError(f"{RECORDED} compares two folders, not {len(folders)}: distexp verify {RECORDED} single ddp")

@@ -7,7 +7,7 @@ never count (FLOOR).
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +61,7 @@ class Recording:
     steps: list[dict[str, Any]]
     evaluations: list[dict[str, Any]]
     exported: Tensors
-    arithmetic: str  # how torch computes, such as with TF32
+    arithmetic: list[str]  # how torch computes, such as with TF32
     records_clipped: bool  # whether the gradients are recorded after they were clipped
     ranks: list[list[dict[str, Any]]]  # what each rank has seen in each step
 
@@ -74,6 +74,14 @@ class Recording:
         return cls(settings, ranks=ranks, **torch.load(directory / TENSORS, weights_only=True))
 
 
+Error = tuple[float, float, int]  # relative error, bound, step
+
+
+def error_share(error: Error) -> float:
+    """Return an error as a multiple of its bound."""
+    return error[0] / error[1]
+
+
 @dataclass
 class Comparison:
     """Comparison of one phase."""
@@ -83,7 +91,7 @@ class Comparison:
     noise: Recording
     variant: Recording
     findings: list[Finding] = field(default_factory=list)
-    worst: dict[str, tuple[float, float]] = field(default_factory=dict)  # error and bound, by kind; the largest ratio
+    errors: dict[str, dict[str, Error]] = field(default_factory=dict)  # by kind and name: the largest
 
     def __post_init__(self) -> None:
         self.precision = self.variant.settings.precision
@@ -108,10 +116,9 @@ class Comparison:
 
     def add(self, kind: str, step: int, errors: Mapping[str, tuple[float, float]], **detail: Any) -> None:
         """Add errors with their bounds, by name. Those above their bounds are a finding."""
-        for error, bound in errors.values():
-            before = self.worst.get(kind, (0.0, 1.0))
-            if error / bound >= before[0] / before[1]:
-                self.worst[kind] = (error, bound)
+        known = self.errors.setdefault(kind, {})
+        for name, each in errors.items():
+            known[name] = max((*each, step), known.get(name, (0.0, 1.0, step)), key=error_share)
         wrong = {name: each for name, each in errors.items() if not each[0] <= each[1]}
         if wrong:
             worst = max(wrong, key=lambda name: wrong[name][0] / wrong[name][1])
@@ -139,7 +146,10 @@ class Comparison:
             self._compare_tensors("state", step, tensors, state=key)
         # Equal initial weights, gradients and updates make equal weights. AdamW turns rounding errors of tiny gradients
         # into updates of full size, so no bound between 0 and the whole update holds for the weights themselves.
-        weights = [_without(each["weights"], followed) for each in (reference, noise, variant)]
+        weights = [
+            {name: one for name, one in each["weights"].items() if name not in followed}
+            for each in (reference, noise, variant)
+        ]
         before = self.reference.initial if number == 0 else self.reference.steps[number - 1]
         changes = {name: each - before["weights"][name] for name, each in weights[0].items()}
         self._compare_tensors("weight", step, weights, scales=changes)
@@ -181,10 +191,8 @@ class Comparison:
         Differences are relative to the largest value of each scale, which by default is the reference.
         """
         reference, noise, variant = tensors
-        if missing := sorted(reference.keys() ^ variant.keys()):
-            self.findings.append(
-                Finding(kind, self.phase, step, missing, missing[0], 1.0, 0.0, detail | {"missing": True})
-            )
+        missing = sorted(reference.keys() ^ variant.keys())
+        self.add(kind, step, dict.fromkeys(missing, (1.0, EPS)), **detail, missing=True)
         sizes = {name: largest(each) for name, each in (reference if scales is None else scales).items()}
         least = NEGLIGIBLE * max(sizes.values(), default=0.0)
         floor = self.floor * (1.0 if kind == "gradient" else SUMMED)
@@ -192,7 +200,7 @@ class Comparison:
             floor = max(floor, self.margin * self._noise(step - 1))
         margin = self.margin * (self._drift(step - 1) if kind in ("gradient", "state") else 1.0)
         errors = {}
-        for name in reference.keys() & variant.keys():
+        for name in filter(variant.__contains__, reference):  # in the order of the model
             scale = max(sizes.get(name, 0.0), least, 1e-30)
             rounding = 8 * EPS * largest(reference[name]) if scales is not None else 0.0
             noisy = margin * distance(noise.get(name, reference[name]), reference[name])
@@ -242,8 +250,7 @@ class Comparison:
                 if key in values and key in variant.get(name, {})
             }
             errors = {name: (differs(*pair), 1e-6) for name, pair in pairs.items()}
-            wrong = {name: pair for name, pair in pairs.items() if differs(*pair) > 1e-6}
-            shown = next(iter(wrong.values()), (0.0, 0.0))
+            shown = next((pair for pair in pairs.values() if differs(*pair) > 1e-6), (0.0, 0.0))
             planned = [step["groups"][0].get("lr") for step in self.reference.steps] if key == "lr" else []
             self.add(key, number + 1, errors, expected=shown[0], value=shown[1], planned=planned)
 
@@ -318,13 +325,13 @@ class Comparison:
             self.add("samples", number + 1, {"samples": (1.0 if detail else 0.0, 0.5)}, **detail)
 
 
-def compare_resumed(phase: str, first: Recording, second: Recording) -> Comparison:
+def compare_resumed(compared: Comparison, second: Recording) -> None:
     """Compare a resumed run with the one that wrote its checkpoint: its start, and the steps after it."""
-    found = Comparison(phase, first, first, second)
-    done = int(second.initial["done"])
+    first, before, done = compared.variant, len(compared.findings), int(second.initial["done"])
+    found = replace(compared, reference=first, noise=first, variant=second)  # with the same findings and errors
     if not 0 < done < len(first.steps):
         found.add("resume", done, {"step": (1.0, 0.5)}, what="step", value=done)
-        return found
+        return
     saved = first.steps[done - 1]
     for what in ("weights", "buffers"):
         found._compare_tensors("resume", done, [saved[what], saved[what], second.initial[what]], what=what)
@@ -342,14 +349,9 @@ def compare_resumed(phase: str, first: Recording, second: Recording) -> Comparis
         "resume", done + 1, [after["gradients"], after["gradients"], own["gradients"]], what="gradients"
     )
     found._check_update(len(second.steps) - 1, own["true_norm"])
-    for finding in found.findings:
+    for finding in found.findings[before:]:
         if finding.kind == "update":
             finding.kind, finding.step, finding.detail["what"] = "resume", done + 1, "later"
-    return found
-
-
-def _without(tensors: Tensors, names: set[str]) -> Tensors:
-    return {name: tensor for name, tensor in tensors.items() if name not in names}
 
 
 Rows = Counter[tuple[str, str]]

@@ -16,7 +16,7 @@ from distexp.compose.composition import Cell, MakeCell
 from distexp.config import Config
 from distexp.config.keys import config_groups, speed_references, strategy_groups, strategy_sections
 from distexp.config.model_checks import depends_on_micro_batch
-from distexp.config.overrides import format_override, key_of, quote_choice
+from distexp.config.overrides import copyable_command, format_override, key_of, quote_choice
 from distexp.plan.plan_table import replace_overrides
 from distexp.resolve.run_id import run_id
 from distexp.runs.record import RunSpec
@@ -115,7 +115,6 @@ class RunSettings:
     samples: int  # samples of the training set that are used
     uneven: bool = False
     frozen: bool = False
-    reverses: bool = False  # whether the samples of each micro-batch are in the reverse order
     precision: str = "fp32"
     copies: int = 1  # ranks with the same samples, which share layers or rows
     epochs: int = 1
@@ -143,6 +142,7 @@ class PlannedVariant:
 
     label: str
     config: Config
+    command: str  # that repeats it
     directory: Path
     phases: list[PlannedPhase] = field(default_factory=list)
     skipped: dict[str, str] = field(default_factory=dict)  # why a phase is left out, by its name
@@ -155,10 +155,20 @@ class PlannedVariant:
 def plan_variant(cell: Cell, label: str, directory: Path, make: MakeCell, *, quick: bool) -> PlannedVariant:
     """Compose the runs of all phases of a cell, and write their directories."""
     assert cell.config is not None, "an invalid cell is not planned"
-    variant = PlannedVariant(label, cell.config, directory)
+    variant = PlannedVariant(label, cell.config, command_of(cell, quick=quick), directory)
     for phase in phases_of(cell.config, quick=quick):
         _plan_phase(variant, phase, cell, make)
     return variant
+
+
+def command_of(cell: Cell, *, quick: bool) -> str:
+    """Return the command that verifies a cell."""
+    folders = [
+        source.path for source in cell.composed.hydra.runtime.config_sources if source.provider == "command-line"
+    ]
+    options = [*(["--quick"] if quick else []), *(each for folder in folders for each in ("--config-dir", folder))]
+    typed = [text for text in cell.overrides if not text.startswith(("verify.", "name=verify", "command="))]
+    return copyable_command([*options, *typed], command="distexp verify")
 
 
 def phases_of(config: Config, *, quick: bool) -> list[Phase]:
@@ -192,10 +202,7 @@ def _plan_phase(variant: PlannedVariant, phase: Phase, cell: Cell, make: MakeCel
     settings = RunSettings(
         phase.name, "", world, phase.accumulation, size, samples, uneven=phase.uneven, frozen=phase.frozen
     )
-    written = {
-        role: _write_run(one, replace(settings, role=role, reverses=role == "noise"), variant.directory)
-        for role, one in made.items()
-    }
+    written = {role: _write_run(one, replace(settings, role=role), variant.directory) for role, one in made.items()}
     resumed = {"resumed": _add_resumed(written["variant"])} if phase.resumes else {}
     variant.phases.append(PlannedPhase(phase, written | resumed))
 

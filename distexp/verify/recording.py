@@ -3,6 +3,7 @@
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import hypot
+from operator import attrgetter
 from typing import Any, cast
 
 import torch
@@ -22,6 +23,7 @@ from distexp.strategies.optimizer import innermost_optimizer, parameter_groups, 
 from distexp.strategies.parallel.tensor import fused_rows, in_original_order
 from distexp.strategies.torch_model import unsharded_weights
 from distexp.strategies.zero import ds_initialization
+from distexp.system.environment_variables import captured_environment, select_arithmetic
 from distexp.system.files import write_json
 from distexp.training.inputs import StepPlan
 from distexp.training.metrics_logger import Evaluation, MetricsLogger
@@ -80,7 +82,7 @@ class TensorReader:
 
             read: Callable[[nn.Parameter], Any] = safe_get_full_grad
         else:
-            read = _gradient
+            read = attrgetter("grad")
         trained = {name: parameter for name, parameter in self.parameters.items() if parameter.requires_grad}
         pairs = ((name, read(self.masters.get(name, parameter))) for name, parameter in trained.items())
         found, norms = {}, [0.0]
@@ -172,10 +174,6 @@ def copied(tensor: Tensor) -> Tensor:
     if tensor.numel() > SAMPLED:
         tensor = tensor.flatten()[:: tensor.numel() // SAMPLED | 1]  # an odd distance visits all columns
     return tensor.to("cpu", torch.float32, copy=True)
-
-
-def _gradient(parameter: nn.Parameter) -> Tensor | None:
-    return parameter.grad
 
 
 def _plain(value: Any) -> Any:
@@ -314,12 +312,17 @@ class Recorder(Watcher):
                 "steps": self.steps,
                 "evaluations": self.evaluations,
                 "exported": exported,
-                "arithmetic": describe_arithmetic(on_gpu=self.context.device.type == "cuda"),
+                "arithmetic": arithmetic_of(self.context.device),
                 # DeepSpeed clips in its update.
                 "records_clipped": self.settings.clips_early and self.reader.engine is None,
             }
             torch.save(content, directory / TENSORS)
         write_json(rank_file(directory, rank), {"steps": self.seen})
+
+
+def arithmetic_of(device: torch.device) -> list[str]:
+    """Return how this process computes: flags of torch, and variables that change the arithmetic."""
+    return [*describe_arithmetic(on_gpu=device.type == "cuda").split(", "), *select_arithmetic(captured_environment())]
 
 
 class RecordingLogger(MetricsLogger):
@@ -356,7 +359,8 @@ def rows_of(batch: Batch) -> dict[str, Any]:
     return {
         "inputs": hash_rows(whole),
         "labels": [_hash([row.flatten()]) for row in labels] if len(labels) == size else [],
-        "targets": int((labels != IGNORE).sum()) if labels.dim() == 1 else _text_targets(labels),
+        # The first token of a text is predicted by none.
+        "targets": int(((labels if labels.dim() == 1 else labels[:, 1:]) != IGNORE).sum()),
     }
 
 
@@ -364,10 +368,6 @@ def hash_rows(tensors: Sequence[Tensor]) -> list[str]:
     """Return the hash of each sample of a batch; its number is the first dimension of the first tensor."""
     size = len(tensors[0]) if tensors else 0
     return [_hash([each[row].flatten() for each in tensors if len(each) == size]) for row in range(size)]
-
-
-def _text_targets(labels: Tensor) -> int:
-    return int((labels[:, 1:] != IGNORE).sum())  # The first token of a text is predicted by none.
 
 
 def _hash(tensors: Iterable[Tensor]) -> str:

@@ -11,8 +11,7 @@ from distexp.config import ConfigError
 from distexp.system.files import write_json
 from distexp.verify.comparison import TENSORS, rank_file
 from distexp.verify.phases import SETTINGS, RunSettings
-from distexp.verify.recording import TensorReader, hash_rows
-from distexp.worker.rank import describe_arithmetic
+from distexp.verify.recording import TensorReader, arithmetic_of, hash_rows
 
 FORMULAS = (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD)
 OPTIONS = ("nesterov", "maximize", "amsgrad", "dampening")
@@ -73,7 +72,7 @@ class Watch:
         if self.rank == 0:
             last = self.steps[-1]
             content = {"initial": self.initial, "steps": self.steps, "exported": last["weights"] | last["buffers"]}
-            arithmetic = describe_arithmetic(on_gpu=self.device.type == "cuda")
+            arithmetic = [*arithmetic_of(self.device), f"watched in {self.precision}"]
             content |= {"evaluations": [], "records_clipped": False, "arithmetic": arithmetic}
             torch.save(content, self.directory / TENSORS)
             count = len(self.seen[0]["batches"])

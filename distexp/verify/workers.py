@@ -13,7 +13,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -41,7 +41,7 @@ from distexp.system.processes import die_with_parent, end_at_once
 from distexp.system.units import MIB
 from distexp.training import build, watchers
 from distexp.training.inputs import StepPlan, TrainingInputs
-from distexp.verify.comparison import Comparison, Recording, compare_resumed, rank_file
+from distexp.verify.comparison import Comparison, Recording, compare_resumed, error_share, rank_file
 from distexp.verify.diagnosis import Finding, diagnose, first_finding
 from distexp.verify.phases import DIFFERENT, EQUAL, JOB, NOT_COMPARABLE, RunSettings
 from distexp.verify.recording import Recorder, RecordingLogger
@@ -208,7 +208,7 @@ def make_blueprint(config: Config, data: TaskData, context: Context, settings: R
 
 def prepare_data(data: TaskData, config: Config, settings: RunSettings) -> TaskData:
     """Return the data of a run: as many samples as its steps need, on request with uneven numbers of targets."""
-    collate = ReversedCollate(data.collate) if settings.reverses else data.collate
+    collate = partial(collate_reversed, data.collate) if settings.role == "noise" else data.collate
     if isinstance(data.train, PackedSamples):  # The rows stay as they are.
         return replace(data, collate=collate)
     length = min(settings.samples, len(data.train))
@@ -259,16 +259,9 @@ class PartialSamples:
         return sample | {"labels": labels}
 
 
-@dataclass(frozen=True)
-class ReversedCollate:
-    """Collate function that reverses the samples of a micro-batch, so that sums have another order."""
-
-    collate: Any
-
-    def __call__(self, samples: Sequence[Sample]) -> Batch:
-        """Collate the samples in the reverse order."""
-        batch: Batch = self.collate(list(reversed(samples)))
-        return batch
+def collate_reversed(collate: Callable[[list[Sample]], Batch], samples: Sequence[Sample]) -> Batch:
+    """Collate the samples of a micro-batch in the reverse order, so that sums have another order."""
+    return collate(list(reversed(samples)))
 
 
 def compare_phases(variant: dict[str, Any], group: Group, references: Group) -> Iterator[dict[str, Any]]:
@@ -284,7 +277,7 @@ def compare_phases(variant: dict[str, Any], group: Group, references: Group) -> 
             message = f"the runs cannot be compared: {type(error).__name__}: {error}"
             result = {"phase": phase["name"], "adds": phase["adds"], "status": FAILED, "error": message}
         yield result
-        if result["status"] == DIFFERENT:
+        if result["status"] in (DIFFERENT, NOT_COMPARABLE):
             break
     group.stop()
 
@@ -292,7 +285,7 @@ def compare_phases(variant: dict[str, Any], group: Group, references: Group) -> 
 def compare_variant(variant: dict[str, Any], phases: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return the result of a variant: its status, the cause of the first difference, and the phases."""
     different = [phase for phase in phases if phase["status"] == DIFFERENT]
-    failed = [phase for phase in phases if phase["status"] == FAILED]
+    failed = [phase for phase in phases if "error" in phase]
     status = DIFFERENT if different else NOT_COMPARABLE if failed or not phases else EQUAL
     cause = different[0]["cause"] if different else None
     reasons = [f"phase {phase['phase']}: {phase['error']}" for phase in failed]
@@ -320,29 +313,26 @@ def compare_phase(phase: dict[str, Any]) -> dict[str, Any]:
             where = f"the {role} run failed on rank {found['rank']}" if found["rank"] >= 0 else f"the {role} run hangs"
             return entry | {"status": FAILED, "error": f"{where}: {found['error']}"}
     runs = {role: Recording.read(path) for role, path in directories.items()}
+    entry["arithmetic"] = runs["variant"].arithmetic
+    if error := environment_variables.explain_arithmetic(runs["reference"].arithmetic, runs["variant"].arithmetic):
+        return entry | {"status": NOT_COMPARABLE, "error": error}
     compared = Comparison(phase["name"], runs["reference"], runs["noise"], runs["variant"])
     compared.compare()
-    worst, findings = dict(compared.worst), list(compared.findings)
     if "resumed" in runs:
-        again = compare_resumed(phase["name"], runs["variant"], runs["resumed"])
-        findings += again.findings
-        worst |= again.worst
-    cause, settings = None, runs["variant"].settings
-    arithmetic = [runs[role].arithmetic for role in ("reference", "variant")]
+        compare_resumed(compared, runs["resumed"])
+    cause, settings, findings = None, runs["variant"].settings, compared.findings
+    worst = {kind: max(errors.values(), key=error_share) for kind, errors in compared.errors.items() if errors}
     if findings:
         found = diagnose(findings, settings.world_size, settings.accumulation, settings.precision)
         first = first_finding(findings)
         place = {"phase": phase["name"], "adds": phase["adds"], "step": first.step, "kind": first.kind}
-        if len(set(arithmetic)) > 1:
-            others = f"; single computes with {arithmetic[0]}, and it with {arithmetic[1]}"
-            found = replace(found, sentence=found.sentence + others)
         cause = asdict(found) | place | {"name": first.worst, "error": first.error, "bound": first.bound}
     return entry | {
         "status": DIFFERENT if findings else EQUAL,
         "steps": len(runs["reference"].steps),
-        "arithmetic": arithmetic[1],
         "cause": cause,
-        "worst": {kind: {"error": error, "bound": bound} for kind, (error, bound) in worst.items()},
+        "worst": {kind: {"error": error, "bound": bound, "step": step} for kind, (error, bound, step) in worst.items()},
+        "errors": compared.errors,
         "findings": [describe_finding(finding) for finding in findings[:MAX_FINDINGS]],
     }
 

@@ -221,9 +221,15 @@ def rank_environment(device: torch.device) -> Environment:
 
 def describe_arithmetic(*, on_gpu: bool) -> str:
     """Return how torch computes here. A variable, a library or custom code may have set it."""
+    try:
+        precision = torch.get_float32_matmul_precision()
+    except RuntimeError:  # Only that of one library is set, by the newer flags of torch.
+        precision = (torch.backends.cuda if on_gpu else torch.backends.mkldnn).matmul.fp32_precision
+    convolutions = torch.backends.cudnn.conv.fp32_precision  # type: ignore[attr-defined]
     found = [
-        f"fp32 {torch.get_float32_matmul_precision()}",
-        "TF32 conv" if on_gpu and torch.backends.cudnn.allow_tf32 else "",
+        f"fp32 {precision}",
+        environment_variables.TF32_CONVOLUTIONS if on_gpu and convolutions == "tf32" else "",
+        "fp16 sums" if on_gpu and torch.backends.cuda.matmul.allow_fp16_accumulation else "",
         "" if on_gpu else torch.backends.cpu.get_cpu_capability(),
         "deterministic" if torch.are_deterministic_algorithms_enabled() else "",
         "det. cuDNN" if on_gpu and torch.backends.cudnn.deterministic else "",

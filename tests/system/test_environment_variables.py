@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from distexp.system.environment_variables import TORCHRUN_DEFAULTS, select_variables
+from distexp.system.environment_variables import TORCHRUN_DEFAULTS, select_arithmetic, select_variables
 from tests.helpers.runs import REPOSITORY
 
 WORKER = """
@@ -50,6 +50,12 @@ def test_only_the_default_value_of_torchrun_is_left_out() -> None:
     assert select_variables(TORCHRUN_DEFAULTS) == {}
     changed = dict.fromkeys(TORCHRUN_DEFAULTS, "other")
     assert select_variables({**changed, "HOME": "/root"}) == changed
+
+
+def test_arithmetic_is_changed_by_some_variables_of_the_libraries() -> None:
+    changing = {"ATEN_CPU_CAPABILITY": "avx2", "NVIDIA_TF32_OVERRIDE": "0", "ONEDNN_DEFAULT_FPMATH_MODE": "bf16"}
+    others = {"KMP_AFFINITY": "disabled", "MKL_NUM_THREADS": "2", "CUDNN_LOGLEVEL_DBG": "1", "NCCL_ALGO": "Ring"}
+    assert select_arithmetic({**others, **changing}) == [f"{name}={value}" for name, value in changing.items()]
 
 
 def test_of_openmp_the_wait_policy_is_recorded() -> None:

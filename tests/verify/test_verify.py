@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import html
 import json
 import os
 import subprocess
@@ -55,6 +56,14 @@ def test_a_difference_has_its_place_and_its_cause(results: list[dict[str, Any]])
     assert proof == results[1]
     assert proof["versions"]["torch"]
     assert len(proof["configuration"]) == 12
+    error, bound, step, phase = next(iter(proof["parameters"].values()))["gradient"]
+    assert error / bound > 1000
+    assert (step, phase) == (1, "sgd")
+    page = Path(results[1]["proof"]).with_name("proof.html").read_text()
+    assert html.escape(cause["sentence"]) in page
+    assert page.count('<td class="l4"') > len(proof["parameters"])
+    assert proof["command"].startswith(f"distexp verify --quick --config-dir {CONF} ")
+    assert proof["command"].endswith("strategy=museum ++strategy.options.bug=summed")
 
 
 def test_a_strategy_that_fails_cannot_be_compared(results: list[dict[str, Any]]) -> None:
@@ -72,6 +81,13 @@ def test_workers_elsewhere_are_refused(tmp_path: Path) -> None:
     assert not list(tmp_path.rglob("proof.json"))
 
 
+def test_variants_with_other_arithmetic_are_refused(tmp_path: Path) -> None:
+    cells = 'sweep.cells=[["strategy=ddp"],["cluster.environment={ATEN_CPU_CAPABILITY: default}"]]'
+    done = run_distexp("verify", "--multirun", cells, "cluster.device=cpu", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "verify each of them by its own command" in done.stderr
+
+
 def test_a_run_refuses_the_keys_of_verify(tmp_path: Path) -> None:
     done = run_distexp("verify.quick=true", cwd=tmp_path)
     assert done.returncode == 2
@@ -84,9 +100,14 @@ def test_the_proof_is_in_the_records_of_later_runs(tmp_path: Path) -> None:
     done = run_distexp("verify", "--json", *options, cwd=tmp_path, env=env)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr
     (proof,) = tmp_path.rglob("proof.json")
-    for change, is_proved in (("train.learning_rate=0.02", True), ("ddp.static_graph=true", False)):
-        folder = tmp_path / change.partition(".")[0]
-        run_distexp(*options, change, "train.max_steps=1", f"hydra.sweep.dir={folder}", cwd=tmp_path, env=env)
+    cases = (
+        ("keys", ("train.learning_rate=0.02", "cluster.environment={MKL_VERBOSE: '0'}"), True),
+        ("option", ("ddp.static_graph=true",), False),
+        ("arithmetic", ("cluster.environment={ATEN_CPU_CAPABILITY: default}",), False),
+    )
+    for name, changes, is_proved in cases:
+        folder = tmp_path / name
+        run_distexp(*options, *changes, "train.max_steps=1", f"hydra.sweep.dir={folder}", cwd=tmp_path, env=env)
         (record,) = map(RunRecord.read, folder.rglob("record.json"))
         assert record.run.proof == (hashlib.sha256(proof.read_bytes()).hexdigest()[:12] if is_proved else None)
 
@@ -95,13 +116,19 @@ SCRIPT = REPOSITORY / "examples" / "verify" / "train.py"
 REDUCED = "[parameter.grad.mul_(workers) for parameter in model.parameters()]"
 """A line that undoes the division by the number of workers."""
 
+VARIABLE = {"ATEN_CPU_CAPABILITY": "default", "ONEDNN_VERBOSE": "0"}
+FLAG = 'torch.backends.mkldnn.matmul.fp32_precision = "bf16"'
+"""What changes the arithmetic: an environment variable, next to one that does not; and a flag of torch."""
+
 
 def test_a_plain_script_is_compared_with_one_process(tmp_path: Path) -> None:
-    broken = tmp_path / "broken.py"
+    broken, flagged = tmp_path / "broken.py", tmp_path / "flagged.py"
     broken.write_text(SCRIPT.read_text().replace("    optimizer.step()", f"    {REDUCED}\n    optimizer.step()"))
-    for folder, script, workers in (("single", SCRIPT, 1), ("ddp", SCRIPT, 2), ("broken", broken, 2)):
+    flagged.write_text(f"import torch\n{FLAG}\n{SCRIPT.read_text()}")
+    runs = (("single", SCRIPT, 1, {}), ("ddp", SCRIPT, 2, {}), ("broken", broken, 2, {}))
+    for folder, script, workers, added in (*runs, ("variable", SCRIPT, 1, VARIABLE), ("flag", flagged, 1, {})):
         launched = ["-m", "torch.distributed.run", f"--nproc-per-node={workers}"] if workers > 1 else []
-        env = {**os.environ, "DISTEXP_VERIFY": folder, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
+        env = {**os.environ, "DISTEXP_VERIFY": folder, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", **added}
         subprocess.run([sys.executable, *launched, str(script)], cwd=tmp_path, env=env, check=True)
     results = {}
     for folder, code in (("ddp", 0), ("broken", 1)):
@@ -110,6 +137,16 @@ def test_a_plain_script_is_compared_with_one_process(tmp_path: Path) -> None:
         (results[folder],) = json.loads(done.stdout)
     assert {"samples", "initial", "gradient", "lr", "update", "state"} <= results["ddp"]["phases"][0]["worst"].keys()
     assert (results["broken"]["cause"]["id"], results["broken"]["cause"]["step"]) == ("summed", 1)
+    for folder, setting, hint in (
+        ("variable", "ATEN_CPU_CAPABILITY=default", "or none by env -u ATEN_CPU_CAPABILITY COMMAND"),
+        ("flag", "fp32 bf16", "set the flags of torch in code that both run"),
+    ):
+        done = run_distexp("verify", "--recorded", "single", folder, cwd=tmp_path)
+        assert done.returncode == 2
+        reason = " ".join(done.stderr.split())
+        assert f"{folder} cannot be compared: phase script: single computes with" in reason
+        assert setting in reason
+        assert hint in reason
     done = run_distexp("verify", "--recorded", "single", "other", cwd=tmp_path)
     assert done.returncode == 2
     assert "other has no recording: run your script with DISTEXP_VERIFY=other" in done.stderr

@@ -22,6 +22,7 @@ from distexp.config.keys import options_of
 from distexp.report.data.answer import strategy_label
 from distexp.report.data.overview import Overview
 from distexp.report.data.repeats import RunGroup
+from distexp.report.files import LIGHT
 from distexp.report.traces import RunTrace
 from distexp.tables.columns import TextTable
 
@@ -200,24 +201,6 @@ def shorten_svg(svg: str, prefix: str) -> str:
     svg = LABELED.sub(r"<\1\2\4><title>\3</title></\1>", svg)
     svg = re.sub(r'xlink:href="[^"#]*#', 'href="#', svg)  # vl_convert completes a link to one of its own site
     return re.sub(r'(id="|url\(#)(?=clip|gradient)', rf"\1{prefix}", svg)
-
-
-LIGHT = {
-    "page": "#f6f7f9", "card": "#ffffff", "ink": "#1b2430", "muted": "#5b6675", "grid": "#e6e9ee", "line": "#d3d8e0",
-    "accent": "#2f5fd0", "good": "#14804a", "bad": "#c62f2f", "warn": "#946200",
-    "c1": "#2a5fd0", "c2": "#e0690c", "c3": "#0a7a58", "c4": "#8c1d5e",
-    "c5": "#8f7bea", "c6": "#6b4f00", "c7": "#0b9bb5", "c8": "#c2273a",
-    "phase-setup": "#8a96a8", "phase-warmup": "#e0a030", "phase-train": "#3f7be0", "phase-eval": "#35a877",
-    "phase-profile": "#d0569a", "phase-save": "#b066c8", "phase-search": "#2b98a8", "phase-compiling": "#7a8f3c",
-}  # fmt: skip
-DARK = {
-    "page": "#12161c", "card": "#1a2029", "ink": "#e6eaf0", "muted": "#9aa6b6", "grid": "#2a323e", "line": "#38424f",
-    "accent": "#86aeff", "good": "#5fd295", "bad": "#ff8680", "warn": "#e8bd5a",
-    "c1": "#5f92ff", "c2": "#ffb066", "c3": "#2fc494", "c4": "#e052a6",
-    "c5": "#cdbfff", "c6": "#a8821c", "c7": "#9ee9f8", "c8": "#e8604f",
-    "phase-setup": "#8d99ab", "phase-warmup": "#e8b04a", "phase-train": "#6a9cf5", "phase-eval": "#52c493",
-    "phase-profile": "#ee82b8", "phase-save": "#c78adb", "phase-search": "#57c0cf", "phase-compiling": "#a3b860",
-}  # fmt: skip
 
 
 def color(name: str) -> str:

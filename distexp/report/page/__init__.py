@@ -33,8 +33,8 @@ from distexp.report.data.repeats import EQUAL
 from distexp.report.data.rows import Row, format_setting
 from distexp.report.exercises import exercise_tables
 from distexp.report.figures import count_leading
-from distexp.report.figures.base import DARK, LIGHT, VEGALITE, Figure
-from distexp.report.files import result_row
+from distexp.report.figures.base import VEGALITE, Figure
+from distexp.report.files import DARK, LIGHT, result_row
 from distexp.report.overview_table import explain_cpu_speeds, overview_columns, summarize
 from distexp.runs.record import FAILURES
 from distexp.runs.run_dir import LOGS, MEMORY, METRICS, PROFILE, RECORD

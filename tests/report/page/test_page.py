@@ -17,8 +17,8 @@ from playwright.sync_api import Browser, Locator, Page, sync_playwright
 from distexp.report.__main__ import main
 from distexp.report.data.overview import Overview
 from distexp.report.data.rows import load_rows
-from distexp.report.figures.base import DARK, LIGHT
 from distexp.report.figures.step_figures import build_step_timeline
+from distexp.report.files import DARK, LIGHT, errors_of_parameters, write_proof
 from distexp.report.page import write_page
 from distexp.report.traces import load_traces
 from distexp.runs.record_sections import RunError
@@ -252,6 +252,59 @@ def test_the_page_opens_with_the_answer_without_a_script(browser: Browser, tmp_p
         assert page.evaluate("document.documentElement.scrollWidth") <= width
         assert page.locator(".chart:not(:has(svg:visible))").count() == 0
         assert not page.locator("#difference").is_visible(), "it needs the script"
+        context.close()
+
+
+def large_proof(path: Path) -> None:
+    """Write the page of a model with 24 blocks, of which the gradients of one are wrong."""
+    kinds = (
+        "attention.query_key_value",
+        "attention.dense",
+        "input_layernorm",
+        "mlp.dense_h_to_4h",
+        "mlp.dense_4h_to_h",
+    )
+    blocks = [f"transformer.h.{n}.{kind}.{part}" for n in range(24) for kind in kinds for part in ("weight", "bias")]
+    names = ["transformer.word_embeddings.weight", *blocks, "transformer.ln_f.weight"]
+    gradients = {name: (0.5 if ".h.7." in name else 3e-7, 2e-5, 2) for name in names}
+    errors = {"initial": dict.fromkeys(names, (0.0, 1e-4, 0)), "gradient": gradients, "loss": {"loss": (0.1, 1, 1)}}
+    worst = {"gradient": {"error": 0.5, "bound": 2e-5, "step": 2}, "norm": {"error": None, "bound": 2e-4, "step": 1}}
+    phases = [{"phase": "sgd", "status": "different", "worst": worst, "errors": errors}]
+    result = {
+        "label": "fsdp", "status": "different", "command": "distexp verify strategy=fsdp", "model": EVIL, "skipped": {},
+        "arithmetic": ["fp32 highest"], "versions": {"torch": "2.13"}, "not_run": ["uneven"], "phases": phases,
+        "parameters": errors_of_parameters(phases),
+    }  # fmt: skip
+    write_proof(result, ["different, first in phase sgd", "cause: one block is wrong"], {"gradient": "grads"}, path)
+
+
+def test_the_page_of_a_proof_shows_where_a_large_model_differs(browser: Browser, tmp_path: Path) -> None:
+    path = tmp_path / "proof.html"
+    large_proof(path)
+    for width, scheme in ((360, "light"), (768, "dark"), (1600, "light")):
+        context = browser.new_context(
+            java_script_enabled=False, color_scheme=scheme, viewport={"width": width, "height": 900}
+        )  # type: ignore[call-overload]
+        page = context.new_page()
+        page.goto(path.as_uri())
+        answer = page.locator("#answer").inner_text()
+        assert answer.splitlines()[0] == "different, first in phase sgd"
+        assert "Repeat it: distexp verify strategy=fsdp" in " ".join(answer.split())
+        assert "Worst parameter: transformer.h.7." in answer
+        assert "grads: error 5.0e-01, bound 2.0e-05, in phase sgd, step 2" in answer
+        rows = page.locator("#parameters > .scroll tbody tr")
+        assert rows.count() == 26
+        assert rows.locator("th").all_inner_texts()[7:9] == ["transformer.h.6", "transformer.h.7"]
+        wrong = rows.locator("td.l4")
+        assert wrong.count() == 1
+        assert (wrong.get_attribute("title") or "").startswith("transformer.h.7.attention.")
+        assert page.locator("#parameters details tbody tr").count() == 242
+        assert page.locator("#phases td.l4").all_inner_texts() == ["5e-01!"]
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+        map_width = page.locator("#parameters > .scroll").evaluate("one => one.scrollWidth - one.clientWidth")
+        assert map_width <= 0, "the heat map is cut"
+        palette = {"light": LIGHT, "dark": DARK}[scheme]
+        assert _computed(page, "#parameters td.l4", "background-color") == _rgb(palette["bad"])
         context.close()
 
 
