@@ -48,7 +48,8 @@ def add_adapter(model: nn.Module, config: Config) -> nn.Module:
     source = weights_source(config.model) if config.model.init == "pretrained" else None
     whole, targets = find_whole_modules(model, config), find_targets(model, adapter, config.fsdp.wrap)
     layers = [model.get_submodule(name) for name in _matched([name for name, _ in model.named_modules()], targets)]
-    largest = max((min(layer.weight.shape) for layer in layers if _has_matrix(layer)), default=adapter.rank)
+    weights = [weight for layer in layers if isinstance(weight := getattr(layer, "weight", None), Tensor)]
+    largest = max((min(weight.shape) for weight in weights if weight.dim() == 2), default=adapter.rank)
     if adapter.rank > largest:
         raise ConfigError(
             f"adapter.rank={adapter.rank} is larger than any rank of a target's weights: use at most {largest}, as "
@@ -138,10 +139,6 @@ def _linear_layers(model: nn.Module, wrap: str) -> Linears:
     blocks = find_units(model, wrap)
     layers = ((f"{block}.{name}", layer) for block, module in blocks for name, layer in module.named_modules())
     return {name: layer for name, layer in layers if isinstance(layer, nn.Linear) or type(layer).__name__ == "Conv1D"}
-
-
-def _has_matrix(layer: nn.Module) -> bool:
-    return isinstance(weight := getattr(layer, "weight", None), Tensor) and weight.dim() == 2
 
 
 def _matched(names: list[str], ends: list[str]) -> list[str]:
