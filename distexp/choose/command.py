@@ -27,6 +27,7 @@ from distexp.plan.planner import Planner, parallel_processes
 from distexp.plan.verdict import memory_to_fit_mib
 from distexp.resolve.resources import launcher_traits
 from distexp.system import cgroups, files
+from distexp.system.silence import set_step
 from distexp.tables.columns import print_plain
 
 MAX_CHECKED = 3  # most candidates whose losses are checked before the search ends without a winner
@@ -97,6 +98,7 @@ def _announce(candidates: Sequence[Candidate], settings: space.Settings) -> None
             f"(choose.budget_min={minutes:g} x {format_count(most, 'worker')})"
         )
     print(f"distexp: {text}", file=sys.stderr)
+    set_step("predicting memory")
 
 
 def _search(outcome: output.Outcome, trials: Trials, singles: Sequence[Candidate]) -> None:

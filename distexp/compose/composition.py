@@ -173,6 +173,7 @@ def _compose_with_progress(make: MakeCell, overrides: Sequence[Sequence[str]]) -
                 advance()
     except KeyboardInterrupt:
         raise SweepInterrupted("interrupted while composing the cells: no run was started") from None
+    set_step("preparing")
     return cells
 
 

@@ -66,7 +66,6 @@ def test_a_sweep_on_a_terminal_that_gets_narrow_and_is_interrupted(tmp_path: Pat
     command.read_until("loss")
     command.press("\x03")
     assert command.wait() == 130
-    assert command.longest_silence_s < 60  # its own limit is 3 s on an idle machine
     bars = [line for line in shown_lines(command.output) if "━" in line and "run 0" not in line]
     assert bars == []
     lines = [line for line in re.split(r"[\r\n]+", command.output[narrow:]) if "━" in line]

@@ -10,7 +10,6 @@ import select
 import signal
 import struct
 import termios
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -24,7 +23,6 @@ class Terminal:
     def __init__(self, command: Sequence[str], folder: Path, width: int, environment: Mapping[str, str]) -> None:
         """Start a command in a folder."""
         self.output = ""
-        self.longest_silence_s = 0.0
         self.pid, self._file = pty.fork()
         if self.pid == 0:
             signal.signal(signal.SIGINT, signal.SIG_DFL)  # A test in the background ignores it.
@@ -53,11 +51,9 @@ class Terminal:
         return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
 
     def _read(self) -> bool:
-        started = time.monotonic()
         if not select.select([self._file], [], [], LONGEST_S)[0]:
             os.kill(self.pid, signal.SIGKILL)
             raise TimeoutError(self.output[-2000:])
-        self.longest_silence_s = max(self.longest_silence_s, time.monotonic() - started)
         try:
             added = os.read(self._file, 65536)
         except OSError:  # The command has ended.
