@@ -95,6 +95,8 @@ class Launcher(LauncherTraits):
 
     def print_dry_run(self, sweep: Sweep) -> None:
         """Print what ``start`` would do (``cluster.dry_run=true``). Needed if ``reads`` contains ``dry_run``."""
+        if "dry_run" not in self.reads:
+            raise ConfigError("cluster.dry_run=true is for Slurm only: leave it out, or choose cluster=slurm")
         raise NotImplementedError(f"{type(self).__qualname__} reads dry_run, but lacks print_dry_run")
 
     def trials(self, sweep: Sweep, label: Callable[[Config], str]) -> TrialLauncher:

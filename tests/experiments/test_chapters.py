@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 
 from distexp.config.keys import options_of
+from distexp.config.model_checks import SQUAD_SAMPLE_EVAL, SQUAD_SAMPLE_TRAIN
+from distexp.data.squad_sample import generate
 from distexp.experiments import main as list_experiments
 from distexp.runs.record import RunRecord
 from tests.helpers.presets import cells_of
@@ -106,6 +108,18 @@ def run_lines(page: str, folder: Path, chosen: str) -> str:
             assert done.returncode == 0, done.stdout + done.stderr
             printed += done.stdout
     return printed
+
+
+def test_the_texts_of_the_evaluation_are_new() -> None:
+    training, evaluation = (
+        [paragraph["context"] for article in generate(*split)["data"] for paragraph in article["paragraphs"]]
+        for split in (("train", SQUAD_SAMPLE_TRAIN), ("dev", SQUAD_SAMPLE_EVAL))
+    )
+    people = {" ".join(text.split()[:2]) for text in training}
+    assert len(evaluation) == 32
+    assert not set(training) & set(evaluation)
+    assert sum(" ".join(text.split()[:2]) in people for text in evaluation) == 20
+    assert "Ada Berg" not in people
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from time import monotonic, sleep
 import pytest
 
 from distexp.runs.record import ExistingRuns, RunRecord
-from tests.helpers.runs import REPOSITORY, run_module
+from tests.helpers.runs import REPOSITORY, run_distexp, run_module
 from tests.helpers.toy_launcher import FOLDER, MODULE
 
 YAML = f"defaults: [local]\nname: toy\n_target_: {MODULE}.ToyLauncher\n"
@@ -97,6 +97,13 @@ def test_a_dry_run_starts_nothing(tmp_path: Path) -> None:
     assert not toy.sweep.exists()
     done = toy.start("cluster.partition=gpu")
     assert (done.returncode, "cluster.partition=gpu is for Slurm only" in done.stderr) == (2, True)
+
+
+def test_a_launcher_without_a_dry_run_refuses_it_in_a_sweep(tmp_path: Path) -> None:
+    done = run_distexp("--multirun", "train.seed=1,2", "cluster.dry_run=true", cwd=tmp_path)
+    error = "distexp: cluster.dry_run=true is for Slurm only: leave it out, or choose cluster=slurm\n"
+    assert (done.returncode, done.stderr) == (2, error)
+    assert not list(tmp_path.iterdir())
 
 
 def test_status_never_imports_a_launcher_that_is_not_trusted(tmp_path: Path) -> None:
