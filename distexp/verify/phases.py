@@ -21,8 +21,9 @@ from distexp.plan.plan_table import replace_overrides
 from distexp.resolve.run_id import run_id
 from distexp.runs.record import RunSpec
 from distexp.runs.record_sections import RunInfo
-from distexp.runs.run_dir import CHECKPOINTS
+from distexp.runs.run_dir import CHECKPOINTS, DS_CONFIG
 from distexp.strategies.single import REFERENCE
+from distexp.strategies.zero.ds_config import write_without_varied
 from distexp.system.files import read_json, write_json
 
 EQUAL, DIFFERENT, NOT_COMPARABLE = "equal", "different", "not comparable"
@@ -156,6 +157,9 @@ def plan_variant(cell: Cell, label: str, directory: Path, make: MakeCell, *, qui
     """Compose the runs of all phases of a cell, and write their directories."""
     assert cell.config is not None, "an invalid cell is not planned"
     variant = PlannedVariant(label, cell.config, command_of(cell, quick=quick), directory)
+    if file := cell.config.deepspeed.config_file:
+        directory.mkdir(parents=True, exist_ok=True)
+        write_without_varied(file, directory / DS_CONFIG)
     for phase in phases_of(cell.config, quick=quick):
         _plan_phase(variant, phase, cell, make)
     return variant
@@ -182,6 +186,8 @@ def _plan_phase(variant: PlannedVariant, phase: Phase, cell: Cell, make: MakeCel
     config = variant.config
     world, size = config.data_parallel, micro_batch_of(config)
     own = replace_overrides(cell.overrides, [*phase_overrides(phase, config), *_batch(size, phase.accumulation)])
+    if config.deepspeed.config_file:
+        own = replace_overrides(own, [f"deepspeed.config_file={variant.directory / DS_CONFIG}"])
     single = [text for text in own if not _chooses_strategy(text)]
     single = replace_overrides(single, [quote_choice(text, config_groups()) for text in SINGLE])
     split = size if depends_on_micro_batch(config) else size * world

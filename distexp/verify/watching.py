@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from distexp.config import ConfigError
+from distexp.strategies.optimizer import innermost_optimizer
 from distexp.system.files import write_json
 from distexp.verify.comparison import TENSORS, rank_file
 from distexp.verify.phases import SETTINGS, RunSettings
@@ -27,6 +28,7 @@ class Watch:
                 f"distexp.verify.watch: {type(optimizer).__name__} is not an optimizer of torch: "
                 "give it the one that the script creates, or verify DeepSpeed by distexp verify zero_stage=2"
             )
+        optimizer = innermost_optimizer(optimizer)  # without the wrapper of accelerate
         self.directory, self.precision = directory, precision
         self.device = next(model.parameters()).device
         self.reader = TensorReader(model, optimizer, self.device)

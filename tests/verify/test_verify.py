@@ -22,16 +22,26 @@ OPTIONS = ("model=gpt_tiny", "cluster.device=cpu", "--config-dir", str(CONF), "t
 ENV = {"PYTHONPATH": str(REPOSITORY)}
 
 
+DS_CONFIG = {
+    "gradient_clipping": 0.5,
+    "optimizer": {"type": "AdamW", "params": {"weight_decay": "auto"}},
+    "zero_optimization": {"stage": 2, "round_robin_gradients": True, "reduce_bucket_size": 20_000},
+}
+"""A user's file with values that the phases change, and options that distexp has no key for."""
+
+
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """Return what one command printed about DDP, a strategy with a bug, and one that fails."""
+    """Return what one command printed about DDP, a strategy with a bug, one that fails, and a file of DeepSpeed."""
+    folder = tmp_path_factory.mktemp("verify")
+    (folder / "ds.json").write_text(json.dumps(DS_CONFIG))
     cells = [
         ["strategy=ddp"],
         ["strategy=museum", "strategy.options.bug=summed"],
         ["strategy=museum", "strategy.options.bug=fails"],
+        ["strategy=deepspeed", "deepspeed.config_file=ds.json", "train.gradient_clipping=0.5", "precision=bf16"],
     ]
     swept = f"sweep.cells={json.dumps(cells, separators=(',', ':'))}"
-    folder = tmp_path_factory.mktemp("verify")
     done = run_distexp("verify", "--quick", "--json", "--multirun", swept, *OPTIONS, cwd=folder, env=ENV)
     assert done.returncode == 1, done.stderr
     found: list[dict[str, Any]] = json.loads(done.stdout)
@@ -72,6 +82,15 @@ def test_a_strategy_that_fails_cannot_be_compared(results: list[dict[str, Any]])
     assert found["reasons"][0] == (
         "phase sgd: the variant run failed on rank 1: RuntimeError: the second update is broken"
     )
+
+
+def test_a_file_of_deepspeed_is_used_with_the_settings_of_each_phase(results: list[dict[str, Any]]) -> None:
+    found = results[3]
+    assert (found["status"], found["skipped"], len(found["phases"])) == ("equal", {}, 4)
+    for phase, clipping in (("sgd", 0.0), ("training", 0.02)):
+        written = json.loads((Path(found["proof"]).parent / phase / "ds_config.json").read_text())
+        assert written["gradient_clipping"] == clipping
+        assert written["zero_optimization"].items() >= DS_CONFIG["zero_optimization"].items()  # type: ignore[attr-defined]
 
 
 def test_workers_elsewhere_are_refused(tmp_path: Path) -> None:
@@ -119,6 +138,19 @@ REDUCED = "[parameter.grad.mul_(workers) for parameter in model.parameters()]"
 VARIABLE = {"ATEN_CPU_CAPABILITY": "default", "ONEDNN_VERBOSE": "0"}
 FLAG = 'torch.backends.mkldnn.matmul.fp32_precision = "bf16"'
 """What changes the arithmetic: an environment variable, next to one that does not; and a flag of torch."""
+
+
+def test_a_script_with_accelerate_is_compared_with_one_process(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    script = SCRIPT.with_name("train_accelerate.py")
+    for folder, workers in (("single", 1), ("accelerate", 2)):
+        env = {**os.environ, "DISTEXP_VERIFY": folder, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
+        launched = ["-m", "torch.distributed.run", f"--nproc-per-node={workers}"] if workers > 1 else []
+        subprocess.run([sys.executable, *launched, str(script)], cwd=tmp_path, env=env, check=True)
+    done = run_distexp("verify", "--recorded", "single", "accelerate", "--json", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout
+    ((phase,),) = (each["phases"] for each in json.loads(done.stdout))
+    assert (phase["steps"], phase["worst"].keys() >= {"samples", "gradient", "lr", "update", "state"}) == (3, True)
 
 
 def test_a_plain_script_is_compared_with_one_process(tmp_path: Path) -> None:

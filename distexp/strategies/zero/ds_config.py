@@ -6,7 +6,7 @@ from typing import Any
 
 from distexp.config import Config
 from distexp.config.model_checks import searches_micro_batch
-from distexp.system.files import load_json
+from distexp.system.files import load_json, write_json
 
 SYNCHRONIZED_TIMER = "timers", "throughput", "synchronized"
 CHECKED_GRADIENTS = "bf16", "check_grad_overflow"
@@ -122,6 +122,18 @@ def read_file(path: str | None) -> dict[str, Any]:
     if not isinstance(settings, dict):
         raise ValueError(f"it is a {type(settings).__name__}")
     return settings
+
+
+VARIED = (
+    *("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"),
+    *("optimizer", "scheduler"),
+)
+"""Keys of a ds_config that the configuration of a run sets, and that differ between the phases of ``verify``."""
+
+
+def write_without_varied(source: str, target: Path) -> None:
+    """Write a copy of a user's file without the keys of VARIED."""
+    write_json(target, {key: value for key, value in read_file(source).items() if key not in VARIED})
 
 
 MIN_BUCKET_ELEMENTS = 5_000_000

@@ -40,6 +40,19 @@ def parameter_sizes(module: nn.Module) -> tuple[list[int], list[int]]:
     return [p.numel() for p in parameters], [p.numel() for p in parameters if p.requires_grad]
 
 
+def link_partitions(optimizer: Any) -> None:
+    """Link each parameter to its part of the partitions, before it is read or set.
+
+    With ``round_robin_gradients``, DeepSpeed 0.19 links the parts of other parameters, unless a partition has padding.
+    """
+    if getattr(optimizer, "round_robin_gradients", False):
+        padding = optimizer.round_robin_bit16_padding
+        optimizer.round_robin_bit16_padding = [[True] for _ in padding]
+        optimizer._link_all_hp_params()
+        optimizer.round_robin_bit16_padding = padding
+        optimizer._hp_optimizer_states_linked = False
+
+
 def restore_masters(engine: Any, blueprint: Blueprint) -> None:
     """Set the fp32 masters to the initial weights before rounding.
 
@@ -48,6 +61,7 @@ def restore_masters(engine: Any, blueprint: Blueprint) -> None:
     """
     from deepspeed.utils import safe_set_full_fp32_param
 
+    link_partitions(engine.optimizer)
     unpartitioned = unpartitioned_masters(engine)
     for name, parameter in engine.module.named_parameters():
         if not parameter.requires_grad:
@@ -84,6 +98,7 @@ def unpartitioned_weights(engine: Any, *, only_trained: bool = False) -> Iterato
     from deepspeed.runtime.zero.partition_parameters import GatheredParameters
     from deepspeed.utils import safe_get_full_fp32_param
 
+    link_partitions(engine.optimizer)
     partitioned, unpartitioned = engine.zero_optimization_stage() > 0, unpartitioned_masters(engine)
     for name, parameter in engine.module.named_parameters():
         if partitioned and parameter.requires_grad:
