@@ -21,9 +21,9 @@ from distexp.plan.plan_table import replace_overrides
 from distexp.resolve.run_id import run_id
 from distexp.runs.record import RunSpec
 from distexp.runs.record_sections import RunInfo
-from distexp.runs.run_dir import CHECKPOINTS, DS_CONFIG
+from distexp.runs.run_dir import CHECKPOINTS
 from distexp.strategies.single import REFERENCE
-from distexp.strategies.zero.ds_config import write_without_varied
+from distexp.strategies.zero.ds_config import copy_without_varied
 from distexp.system.files import read_json, write_json
 
 EQUAL, DIFFERENT, NOT_COMPARABLE = "equal", "different", "not comparable"
@@ -33,8 +33,7 @@ JOB, SETTINGS = "job.json", "phase.json"
 SGD = ("train.optimizer=sgd", "train.momentum=0", "train.weight_decay=0", "train.learning_rate=0.05")
 UPDATES = ("train.weight_decay=0.1", "train.eps=1e-6")
 SHARED_EPS = "train.eps=1e-4"
-"""Epsilon if workers share layers. They sum in another order in each layer, and the noise run only over the samples.
-With a small epsilon, AdamW changes a weight by as much for a gradient that is rounding as for a large one."""
+"""Epsilon if workers share layers: rounding errors of tiny gradients then exceed those of the noise run."""
 
 ACTIVE_CLIPPING = "train.gradient_clipping=0.02"  # below the gradient norm of any model that is not trained yet
 NO_CLIPPING = "train.gradient_clipping=null"
@@ -157,9 +156,6 @@ def plan_variant(cell: Cell, label: str, directory: Path, make: MakeCell, *, qui
     """Compose the runs of all phases of a cell, and write their directories."""
     assert cell.config is not None, "an invalid cell is not planned"
     variant = PlannedVariant(label, cell.config, command_of(cell, quick=quick), directory)
-    if file := cell.config.deepspeed.config_file:
-        directory.mkdir(parents=True, exist_ok=True)
-        write_without_varied(file, directory / DS_CONFIG)
     for phase in phases_of(cell.config, quick=quick):
         _plan_phase(variant, phase, cell, make)
     return variant
@@ -185,9 +181,8 @@ def phases_of(config: Config, *, quick: bool) -> list[Phase]:
 def _plan_phase(variant: PlannedVariant, phase: Phase, cell: Cell, make: MakeCell) -> None:
     config = variant.config
     world, size = config.data_parallel, micro_batch_of(config)
-    own = replace_overrides(cell.overrides, [*phase_overrides(phase, config), *_batch(size, phase.accumulation)])
-    if config.deepspeed.config_file:
-        own = replace_overrides(own, [f"deepspeed.config_file={variant.directory / DS_CONFIG}"])
+    changed = [*phase_overrides(phase, config), *_batch(size, phase.accumulation)]
+    own = replace_overrides(cell.overrides, [*changed, *copy_without_varied(config, variant.directory)])
     single = [text for text in own if not _chooses_strategy(text)]
     single = replace_overrides(single, [quote_choice(text, config_groups()) for text in SINGLE])
     split = size if depends_on_micro_batch(config) else size * world

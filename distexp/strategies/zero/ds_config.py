@@ -6,6 +6,7 @@ from typing import Any
 
 from distexp.config import Config
 from distexp.config.model_checks import searches_micro_batch
+from distexp.runs.run_dir import DS_CONFIG
 from distexp.system.files import load_json, write_json
 
 SYNCHRONIZED_TIMER = "timers", "throughput", "synchronized"
@@ -131,9 +132,14 @@ VARIED = (
 """Keys of a ds_config that the configuration of a run sets, and that differ between the phases of ``verify``."""
 
 
-def write_without_varied(source: str, target: Path) -> None:
-    """Write a copy of a user's file without the keys of VARIED."""
-    write_json(target, {key: value for key, value in read_file(source).items() if key not in VARIED})
+def copy_without_varied(config: Config, directory: Path) -> list[str]:
+    """Write a copy of the user's file without the keys of VARIED; return its override. Without a file there is none."""
+    settings, copy = read_file(config.deepspeed.config_file), directory / DS_CONFIG
+    if not settings:
+        return []
+    directory.mkdir(parents=True, exist_ok=True)
+    write_json(copy, {key: value for key, value in settings.items() if key not in VARIED})
+    return [f"deepspeed.config_file={copy}"]
 
 
 MIN_BUCKET_ELEMENTS = 5_000_000
