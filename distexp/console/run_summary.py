@@ -79,7 +79,8 @@ def padding_lines(record: RunRecord) -> Iterator[tuple[str, str]]:
 def _options(record: RunRecord, share: float) -> Iterator[str]:
     """Yield the overrides with less padding that this run supports; none if it packs or sorts its samples."""
     config, model = record.config, record.config["model"]
-    dataset, can_vary = config["dataset"], config["train"].get("compile") not in WHOLE_MODEL
+    has_whole_rows = config.get("parallel", {}).get("context", 1) == 1  # Slices of rows have equal lengths.
+    dataset, can_vary = config["dataset"], config["train"].get("compile") not in WHOLE_MODEL and has_whole_rows
     if dataset.get("packing") or dataset.get("bucketing"):
         return
     # Packed samples must fill a micro-batch of each worker. With fewer rows, packing is refused.

@@ -17,7 +17,7 @@ from distexp.config.model_checks import ATTENTIONS, model_errors, several_length
 from distexp.resolve import compile_results, resources, scaling_rules, section_checks
 from distexp.resolve.resources import MAX_CPU_BYTES, estimate_image_bytes
 from distexp.strategies.base import fused_update_error, load_strategy
-from distexp.strategies.parallel.checks import parallel_errors, unshared
+from distexp.strategies.parallel.checks import needed_attention, parallel_errors, unshared
 
 MAX_GPU_BYTES = 4 * 10**9
 """Decoded images that ``dataset.cache`` keeps on the GPU. TinyImageNet has 1.35 GB."""
@@ -31,8 +31,9 @@ def choose_kernels(config: Config) -> None:
         if get_value(config, key) is None:
             set_value(config, key, chosen.get(key, reference))
     config.kernels.compile = None if is_typed or not config.train.compile else config.train.compiled
-    if config.kernels.name == "fast" and config.model.attention == "auto":
-        config.model.attention = _attention(config)
+    if config.model.attention == "auto":
+        fast = _attention(config) if config.kernels.name == "fast" else "auto"
+        config.model.attention = needed_attention(config) or fast
 
 
 DEFAULT_LENGTH = 512

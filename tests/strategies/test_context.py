@@ -44,7 +44,7 @@ MODELS: dict[str, dict[str, Mapping[str, Any]]] = {
         "tied": {"model.tie_embeddings": True},
         "packed": {"model.attention": "sdpa", "dataset.packing": True},
     },
-    "bloom_tiny": {**SMALL, "packed": {"dataset.packing": True}},
+    "bloom_tiny": {**SMALL, "packed": {"model.attention": "sdpa", "dataset.packing": True}},
 }
 
 
@@ -59,9 +59,8 @@ def check(folder: Path, name: str, *cells: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
 def test_own_models_train_as_on_one_worker(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    attention = ["model.attention=sdpa"] if model == "bloom_tiny" else []
     cells = {**CELLS, **FOUR}
-    train_all(tmp_path, (f"model={model}", f"model.vocab_size={VOCABULARY}", *attention, *COMMON), MODELS[model], cells)
+    train_all(tmp_path, (f"model={model}", f"model.vocab_size={VOCABULARY}", *COMMON), MODELS[model], cells)
     for name in MODELS[model]:
         check(tmp_path, name, *cells)
     for cell, options in cells.items():
@@ -129,7 +128,11 @@ INSTEAD, BATCH = "parallel.context=1", "train.global_batch_size=8"
         (("train.logits=targets",), "=targets: use train.logits=all", ("train.logits=all",)),
         (("dataset.max_length=33",), "max_length=33: use dataset.max_length=32", ("dataset.max_length=32",)),
         (("model.attention=flex",), "=flex of model=gpt_tiny: use model.attention=sdpa", ("model.attention=sdpa",)),
-        (("model=bloom_tiny",), "=auto of model=bloom_tiny: use model.attention=sdpa", ("model.attention=sdpa",)),
+        (
+            ("model=bloom_tiny", "model.attention=eager"),
+            "=eager of model=bloom_tiny: use model.attention=sdpa",
+            ("model.attention=auto",),
+        ),
         (("parallel.context=4", "cluster.workers_per_node=4", "model.num_heads=2"), "num_heads=2: use", (TWO,)),
         (("model=resnet_tiny", "dataset=tinyimagenet_sample"), "which has no attention to share", (INSTEAD,)),
     ],

@@ -40,6 +40,11 @@ def unshared(config: Config) -> tuple[str, ...]:
     return (UNSHARED if shares.copies > 1 else ()) + (("train.logits",) if shares.context > 1 else ())
 
 
+def needed_attention(config: Config) -> str | None:
+    """Return the attention that the workers need to exchange heads, if it is not the default of the model."""
+    return "sdpa" if config.parallel.context > 1 and config.model._target_ == BLOOM else None
+
+
 def parallel_errors(config: Config) -> Iterator[str]:
     """Yield an error for each setting with which workers cannot share rows, with what to type instead."""
     parallel = config.parallel
@@ -112,7 +117,7 @@ def _unsupported_slices(config: Config) -> Iterator[tuple[str, str]]:
     length = data.max_length or model.seq_length
     if length is not None and (rest := length % degree):
         yield f"dataset.max_length={length}", f"dataset.max_length={length - rest or degree}"
-    if model.attention not in (("sdpa",) if model._target_ == BLOOM else ("auto", "sdpa")):
+    if model.attention not in ("auto", "sdpa"):
         yield f"model.attention={model.attention} of model={model.name}", "model.attention=sdpa"
 
 
