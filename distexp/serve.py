@@ -39,6 +39,7 @@ BUILD_S = 10.0
 """Shortest time between two builds of the page, so that they slow no training down."""
 
 MAX_POINTS = 200  # of a curve
+AWAITED = "The report appears when a run has ended", "The report is being made"
 TYPES = {
     **{f".{name}": f"text/{name}; charset=utf-8" for name in ("csv", "html")},
     **{f".{name}": "text/plain; charset=utf-8" for name in ("json", "jsonl", "log", "md", "yaml", "tex")},
@@ -153,7 +154,7 @@ class Server(ThreadingHTTPServer):
         state = {
             "folder": printable(str(self.directory)),
             "summary": ", ".join([count_states(found.runs), *notes]),
-            "report": self._note or ("" if self.version else "The report appears when a run has ended"),
+            "report": self._note or ("" if self.version else AWAITED[bool(ended)]),
             "version": self.version,
             "active": [self._describe(row.run, row.overrides) for row in found.rows() if row.run.is_active],
         }
