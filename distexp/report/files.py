@@ -15,6 +15,7 @@ from distexp.config.fields import flatten
 from distexp.report.data.metrics import METRICS
 from distexp.report.data.overview import Overview
 from distexp.report.data.rows import WORKERS, Row
+from distexp.runs.run_dir import PROOF_PAGE
 from distexp.system.files import replace_atomically
 
 PAGE, PLOTS = "report.html", "plots"
@@ -187,7 +188,7 @@ def write_proof(result: dict[str, Any], lines: Sequence[str], columns: Mapping[s
     worst = max(every, key=lambda pair: share_of_bound(pair[1]), default=None)
     folder = files("distexp.report") / "page"
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    text = environment.from_string((folder / "proof.html").read_text()).render(
+    text = environment.from_string((folder / PROOF_PAGE).read_text()).render(
         result=result,
         created=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         lines=lines,

@@ -36,10 +36,7 @@ def main() -> int:
     set_torchrun_defaults()
     sys.path.insert(0, str(Path(script).parent))  # as if the script were started
     preload_all(arguments)
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE=workers, LOCAL_WORLD_SIZE=workers)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=free_port(), WORLD_SIZE=workers, LOCAL_WORLD_SIZE=workers)
     os.environ.update(GROUP_RANK="0")
     pids = {start_rank(rank, script, arguments) for rank in range(int(workers))}
     failed = False
@@ -51,6 +48,13 @@ def main() -> int:
             for other in pids:
                 os.kill(other, signal.SIGKILL)
     return int(failed)
+
+
+def free_port() -> str:
+    """Return a port that no process uses now."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return str(found.getsockname()[1])
 
 
 def preload_all(folders: list[str]) -> None:

@@ -27,7 +27,7 @@ from distexp.runs.record import RunSpec
 from distexp.system.processes import die_with_parent, end_at_once
 from distexp.worker.group import set_torchrun_defaults
 from distexp.worker.rank import silence_libraries, train
-from tests.helpers.forked_ranks import preload_all
+from tests.helpers.forked_ranks import free_port, preload_all
 from tests.helpers.zoo import VOCABULARY
 
 SECONDS_PER_CELL = 60
@@ -75,21 +75,22 @@ def main() -> None:
     groups = sorted({path.parent.parent for path in root.glob("*/*/spec.json")})
     preload_all([str(group) for group in groups])
     importlib.import_module("transformers.modeling_utils")
-    for port, group in enumerate(groups, start=20_000 + os.getpid() % 20_000):
+    for group in groups:
         while waiting := [path.parent for path in sorted(group.glob("*/spec.json")) if not is_done(path.parent)]:
-            run_workers(waiting, port)
+            run_workers(waiting)
             if not is_done(waiting[0]):
-                (waiting[0] / "error.txt").write_text("the workers ended without an error, or hung")
+                last = (group / "rank_0.log").read_text()[-2000:]
+                (waiting[0] / "error.txt").write_text(f"the workers ended without an error, or hung:\n{last}")
 
 
 def is_done(cell: Path) -> bool:
     return (cell / "record.json").exists() or (cell / "error.txt").exists()
 
 
-def run_workers(cells: list[Path], port: int) -> None:
+def run_workers(cells: list[Path]) -> None:
     """Fork the workers of some cells, and wait for them."""
     workers = RunSpec.read(cells[0]).world_size
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE=str(workers), GROUP_RANK="0")
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=free_port(), WORLD_SIZE=str(workers), GROUP_RANK="0")
     os.environ["LOCAL_WORLD_SIZE"] = str(workers)
     sys.stdout.flush()
     pids = {fork_worker(rank, cells) for rank in range(workers)}

@@ -7,7 +7,8 @@ import math
 
 import pytest
 
-from distexp.report.figures.base import DARK, LIGHT, MAX_COLORS
+from distexp.report.figures.base import MAX_COLORS
+from distexp.report.files import DARK, LIGHT
 
 NORMAL = ((1, 0, 0), (0, 1, 0), (0, 0, 1))
 PROTANOPIA = ((0.152286, 1.052583, -0.204868), (0.114503, 0.786281, 0.099216), (-0.003882, -0.048116, 1.051998))
