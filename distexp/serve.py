@@ -78,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         server = Server(directory.absolute(), options.port)
     except (OSError, OverflowError) as error:
-        reason = describe_os_error(error) if isinstance(error, OSError) else "it must be at most 65535"
+        reason = describe_os_error(error) if isinstance(error, OSError) else "it must be from 0 to 65535"
         print(f"distexp: --port {options.port}: {reason}: give another one, or leave it out", file=sys.stderr)
         return 1
     try:

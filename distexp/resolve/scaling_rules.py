@@ -145,11 +145,12 @@ def set_accumulation(config: Config) -> Iterator[str]:
         yield from _search_errors(config)
         train.gradient_accumulation_steps = 1  # The workers set it, because it depends on the size that they find.
     elif total is not None:
-        per_pass = train.micro_batch * workers
+        per_pass, copies = train.micro_batch * workers, config.parallel.copies
         if total % per_pass:
+            which = "workers" if copies == 1 else f"groups of {copies} workers"
             yield (
                 f"train.global_batch_size={total} is no multiple of train.micro_batch_size={train.micro_batch} x "
-                f"{workers} workers = {per_pass}: use {multiples_near(total, per_pass)}{OTHER_MICRO_BATCH}"
+                f"{workers} {which} = {per_pass}: use {multiples_near(total, per_pass)}{OTHER_MICRO_BATCH}"
             )
         train.gradient_accumulation_steps = max(1, total // per_pass)
 

@@ -95,12 +95,12 @@ class DeepSpeed(Strategy):
             typed = str(config.train.compile).lower()
             errors.append(
                 f"train.compile={typed} does not work with zero_stage=3, which gathers parameters in module hooks: "
-                "choose zero_stage=0,1,2 or train.compile=false"
+                "choose zero_stage=2 or train.compile=false"
             )
         if config.train.activation_checkpointing == "selective" and stage == 3:
             errors.append(
                 "train.activation_checkpointing=selective does not work with zero_stage=3, which gathers parameters "
-                "in module hooks: choose zero_stage=0,1,2 or train.activation_checkpointing=true"
+                "in module hooks: choose zero_stage=2 or train.activation_checkpointing=true"
             )
         if config.adapter.base_dtype == "fp32" and config.precision.name == "bf16" and stage:
             errors.append(

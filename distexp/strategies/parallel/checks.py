@@ -132,14 +132,14 @@ def _model_errors(config: Config, typed: str, alone: str) -> Iterator[str]:
         if found and kind not in types:
             yield (
                 f"{typed} is not supported by model.name={model.name} ({kind}), because no {compared} was "
-                f"compared with one worker: use {alone} sharding=full_shard, or one of {', '.join(types)}"
+                f"compared with one worker: use {alone} strategy=fsdp, or one of {', '.join(types)}"
             )
             return
         sizes = _heads({**found, **model.options})
     elif model._target_ not in (GPT, BLOOM) and (model._target_.startswith("distexp.") or not is_tensor):
         is_own = model._target_.startswith("distexp.")
         reason = "which has no attention to share" if is_own else "whose attention cannot exchange heads"
-        yield f"{typed} is not supported by model={model.name}, {reason}: use {alone} sharding=full_shard"
+        yield f"{typed} is not supported by model={model.name}, {reason}: use {alone} strategy=fsdp"
     for name, size in sizes.items():
         if isinstance(size, int) and size % degree:
             fitting = max(number for number in range(1, degree) if size % number == 0)
