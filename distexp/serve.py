@@ -125,12 +125,12 @@ class Server(ThreadingHTTPServer):
 
     @property
     def address(self) -> str:
-        """The address of the page, with its token."""
+        """Return the address of the page, with its token."""
         return f"http://{HOST}:{self.server_port}/{self.token}/"
 
     @property
     def hosts(self) -> set[str]:
-        """The names of this server in a request. Another name is that of a website that leads here."""
+        """Return the names of this server in a request. Another name is that of a website that leads here."""
         return {f"{name}:{self.server_port}" for name in (HOST, "localhost")}
 
     def service_actions(self) -> None:
