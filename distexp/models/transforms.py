@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from distexp.config import WHOLE_MODEL, Config, ConfigError
@@ -329,20 +330,33 @@ def checkpointed(
 def _contexts(norms: Sequence[nn.Module], selective: bool) -> tuple[AbstractContextManager[Any], ...]:
     if not selective:
         return nullcontext(), _unchanged_statistics(norms)
-    storing, reading = create_selective_checkpoint_contexts(_stores)  # type: ignore[no-untyped-call]
-    return storing, _recomputed(norms, reading)
+    storing, reading = create_selective_checkpoint_contexts(_is_stored)  # type: ignore[no-untyped-call]
+    return _stored(storing), _recomputed(norms, reading)
 
 
-def _stores(context: Any, operation: Any, *_: Any, **__: Any) -> bool:
-    """Return whether the result of an operation is stored."""
-    stores = operation.namespace == "aten" and operation.overloadpacket.__name__ in SAVED_OPERATIONS
-    if stores and not context.is_recompute:
-        found = context.op_output if isinstance(context.op_output, tuple) else (context.op_output,)
-        for watch in stored_watchers:
-            for result in found:
+def _is_stored(context: Any, operation: Any, *_: Any, **__: Any) -> bool:
+    """Return whether the results of an operation are stored."""
+    return operation.namespace == "aten" and operation.overloadpacket.__name__ in SAVED_OPERATIONS
+
+
+class _WatchedOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Passes each stored result to the watchers. The context of torch 2.11 does not have the results."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        results = func(*args, **(kwargs or {}))
+        if _is_stored(None, func):
+            for result in results if isinstance(results, tuple) else (results,):
                 if isinstance(result, Tensor):
-                    watch(result)
-    return stores
+                    for watch in stored_watchers:
+                        watch(result)
+        return results
+
+
+@contextmanager
+def _stored(storing: AbstractContextManager[Any]) -> Iterator[None]:
+    watching = _WatchedOperations() if stored_watchers else nullcontext()  # type: ignore[no-untyped-call]
+    with watching, storing:
+        yield
 
 
 @contextmanager
