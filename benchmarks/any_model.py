@@ -35,6 +35,8 @@ def main(arguments: list[str] | None = None) -> None:
     add("--micro-batch", type=int, default=16)
     add("--length", type=int, default=512, help="tokens of a sample")
     add("--checkpointing", action="store_true", help="recompute the activations of the blocks")
+    add("--tensor", type=int, default=1, help="workers that share the layers of a model of the Llama kind, with fsdp")
+    add("--eager", action="store_true", help="the expert compiles nothing")
     add("--warmup", type=int, default=8, help="first steps, which are not measured")
     add("--steps", type=int, default=20, help="measured steps")
     add("--repeats", type=int, default=2)
@@ -72,6 +74,8 @@ def measure(loop: str, model: str, options: argparse.Namespace, folder: Path, ti
         "checkpointing": options.checkpointing,
         "warmup": options.warmup,
         "steps": options.steps,
+        "tensor": options.tensor,
+        "compile": not options.eager,
     }
     (folder / "settings.json").write_text(json.dumps(settings))
     command = our_command(settings, options.override, folder) if loop == "ours" else expert_command(settings, folder)
@@ -88,7 +92,10 @@ def measure(loop: str, model: str, options: argparse.Namespace, folder: Path, ti
 
 def our_command(settings: dict[str, Any], overrides: list[str], folder: Path) -> list[str]:
     """Return the command of distexp."""
-    steps, rows = settings["warmup"] + settings["steps"], settings["micro_batch"] * settings["workers"]
+    steps, rows = (
+        settings["warmup"] + settings["steps"],
+        settings["micro_batch"] * settings["workers"] // settings["tensor"],
+    )
     own = [
         "model=hf",
         f"model.name={settings['model']}",
@@ -109,6 +116,7 @@ def our_command(settings: dict[str, Any], overrides: list[str], folder: Path) ->
         "train.warmup_steps=0",
         f"train.learning_rate={LEARNING_RATE}",
         f"train.weight_decay={WEIGHT_DECAY}",
+        *([f"parallel.tensor={settings['tensor']}"] if settings["tensor"] > 1 else []),
         *(["train.activation_checkpointing=true"] if settings["checkpointing"] else []),
     ]
     return [sys.executable, "-m", "distexp", *own, *overrides, f"hydra.run.dir={folder / 'run'}"]

@@ -1,6 +1,7 @@
 """The loop that an expert writes for a causal LM of transformers: SDPA, ``torch.compile``, fused AdamW, bf16.
 
 On one GPU and with DDP, autocast casts fp32 weights. With ``fsdp``, blocks are compiled and sharded as in torchtitan.
+With ``tensor``, its plan for a Llama cuts them before: sequence parallelism, vocabulary and loss in parallel.
 Usage: ``python -m benchmarks.peers.expert ARGUMENTS.json RESULT.json``, for several GPUs by torchrun.
 """
 
@@ -10,6 +11,7 @@ import json
 import os
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -18,8 +20,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    loss_parallel,
+    parallelize_module,
+)
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -34,16 +45,50 @@ def blocks_of(model: nn.Module) -> nn.ModuleList:
     return max((part for part in model.modules() if isinstance(part, nn.ModuleList)), key=len)
 
 
+def cut(model: Any, mesh: DeviceMesh) -> None:
+    """Cut a model of the Llama kind. The first block splits the tokens, so that the positions are those of a row."""
+    tokens, whole = Shard(1), Replicate()
+    in_block = {
+        "input_layernorm": SequenceParallel(),
+        "self_attn": PrepareModuleInput(
+            input_kwarg_layouts={"hidden_states": tokens}, desired_input_kwarg_layouts={"hidden_states": whole}
+        ),
+        **{f"self_attn.{name}_proj": ColwiseParallel() for name in "qkv"},
+        "self_attn.o_proj": RowwiseParallel(output_layouts=tokens),
+        "post_attention_layernorm": SequenceParallel(),
+        "mlp": PrepareModuleInput(input_layouts=(tokens,), desired_input_layouts=(whole,)),
+        **{f"mlp.{name}_proj": ColwiseParallel() for name in ("gate", "up")},
+        "mlp.down_proj": RowwiseParallel(output_layouts=tokens),
+    }
+    layers = model.model.layers
+    for block in layers:
+        parallelize_module(block, mesh, in_block)
+    split = PrepareModuleInput(input_layouts=(whole,), desired_input_layouts=(tokens,), use_local_output=True)
+    parallelize_module(layers[0], mesh, split)
+    outside = {
+        "model.embed_tokens": RowwiseParallel(input_layouts=whole, output_layouts=whole),
+        "model.norm": SequenceParallel(),
+        "lm_head": ColwiseParallel(input_layouts=tokens, output_layouts=Shard(-1), use_local_output=False),
+    }
+    parallelize_module(model, mesh, outside)
+    if model.config.tie_word_embeddings:
+        model.lm_head.weight = model.model.embed_tokens.weight
+
+
 def shard(model: nn.Module, config: Any, options: dict[str, Any], device: torch.device) -> None:
     """Shard the blocks of a model on the meta device, compiled and with random weights."""
-    mesh = init_device_mesh("cuda", (options["workers"],))
+    degree = options.get("tensor", 1)
+    mesh = init_device_mesh(device.type, (options["workers"] // degree, degree), mesh_dim_names=("data", "tensor"))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    blocks = blocks_of(model)
+    if degree > 1:
+        cut(model, mesh["tensor"])
+    blocks, data = blocks_of(model), mesh["data"]
     for index, plain in enumerate(blocks):
         block = blocks[index] = checkpoint_wrapper(plain) if options["checkpointing"] else plain
-        block.compile()
-        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
-    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+        if options.get("compile", True):
+            block.compile()
+        fully_shard(block, mesh=data, mp_policy=policy, reshard_after_forward=True)
+    fully_shard(model, mesh=data, mp_policy=policy, reshard_after_forward=True)
     model.to_empty(device=device)
     with torch.no_grad():
         for name, weight in model.named_parameters():
@@ -65,17 +110,20 @@ def next_token_loss(logits: Tensor, labels: Tensor) -> Tensor:
 
 def train(options: dict[str, Any]) -> dict[str, Any]:
     """Train on random tokens, and return speed, memory and loss."""
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-    torch.cuda.set_device(device)
+    rank, degree = int(os.environ.get("LOCAL_RANK", "0")), options.get("tensor", 1)
+    has_gpu = torch.cuda.is_available()
+    device = torch.device("cuda", rank) if has_gpu else torch.device("cpu")
+    if has_gpu:
+        torch.cuda.set_device(device)
     if options["workers"] > 1:
-        dist.init_process_group("nccl", device_id=device)
+        dist.init_process_group("nccl" if has_gpu else "gloo", device_id=device if has_gpu else None)
     torch.manual_seed(0)
     config = AutoConfig.from_pretrained(options["model"])
     config.use_cache = False
     fsdp = options["strategy"] == "fsdp"
     with torch.device("meta") if fsdp else device:
         model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=torch.float32)
-    loss_of = torch.compile(next_token_loss)
+    loss_of = next_token_loss if degree > 1 else torch.compile(next_token_loss)
     compiled: Any = model
     if fsdp:
         shard(model, config, options, device)
@@ -86,32 +134,34 @@ def train(options: dict[str, Any]) -> dict[str, Any]:
             compiled = DistributedDataParallel(model, [device], gradient_as_bucket_view=True)
         compiled = torch.compile(compiled)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, fused=True)
-    generator = torch.Generator().manual_seed(1 + device.index)
+    generator = torch.Generator().manual_seed(1 + rank // degree)
     shape = (options["micro_batch"], options["length"])
     clock, losses, started = StepClock(device), [], time.perf_counter()
     clock.restart()
     first_step_s = 0.0
     for _ in range(options["warmup"] + options["steps"]):
-        rows = torch.randint(config.vocab_size, shape, generator=generator).pin_memory().to(device, non_blocking=True)
-        with torch.autocast("cuda", torch.bfloat16, enabled=not fsdp):
-            loss = loss_of(compiled(input_ids=rows, use_cache=False).logits, rows)
-        loss.backward()
+        rows = torch.randint(config.vocab_size, shape, generator=generator)
+        rows = (rows.pin_memory() if has_gpu else rows).to(device, non_blocking=True)
+        with loss_parallel() if degree > 1 else nullcontext():
+            with torch.autocast("cuda", torch.bfloat16, enabled=not fsdp):
+                loss = loss_of(compiled(input_ids=rows, use_cache=False).logits, rows)
+            loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), CLIPPING)
         optimizer.step()
         optimizer.zero_grad()
         clock.mark()
-        losses.append(loss.detach())
+        losses.append(loss.full_tensor().detach() if isinstance(loss, DTensor) else loss.detach())
         if not first_step_s:
-            torch.cuda.synchronize()
+            losses[0].item()
             first_step_s = time.perf_counter() - started
     durations = clock.durations()[options["warmup"] :]
     return {
-        "samples_per_second": options["workers"] * options["micro_batch"] * len(durations) / sum(durations),
+        "samples_per_second": options["workers"] // degree * options["micro_batch"] * len(durations) / sum(durations),
         "step_ms": 1000 * median(durations),
         "peak_mib": torch.cuda.max_memory_allocated() / MIB,
         "loss": torch.stack(losses).mean().item(),
         "first_step_s": first_step_s,
-        "gpu": torch.cuda.get_device_name(),
+        "gpu": torch.cuda.get_device_name() if has_gpu else "CPU",
     }
 
 
