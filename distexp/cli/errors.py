@@ -37,13 +37,12 @@ UNQUOTED_OVERRIDE = re.compile(
 )
 """An override without quotes inside a list of overrides, which need them."""
 
-CUTS = ", because this version has parallel.tensor and parallel.context only: write "
+CUTS = ", because this version has parallel.tensor, parallel.context and parallel.expert only: write "
 OTHER_CUTS = {
     **dict.fromkeys(
         ("parallel.pipeline", "parallel.schedule"),
         f"{CUTS}strategy=fsdp parallel.tensor=2 cluster.workers_per_node=2",
     ),
-    "parallel.expert": f"{CUTS}sharding=full_shard cluster.workers_per_node=2",  # which shards the experts too
 }
 """Keys of ways to cut a model that other programs have and distexp does not, each with the nearest that it has."""
 

@@ -312,6 +312,7 @@ class ParallelConfig:
     context: int = key(
         1, "Workers of a node that share the tokens of each row (context parallelism).", at_least=1, id_if_changed=True
     )
+    expert: int = key(1, "Workers that share the experts of each layer.", at_least=1, id_if_changed=True)
 
     @property
     def shares_layers(self) -> bool:

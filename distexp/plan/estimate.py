@@ -12,6 +12,7 @@ from distexp.resolve.resources import launcher_traits, parameter_count, ties_emb
 from distexp.runs.memory_trace import BYTES_PER_VALUE, MOMENTS, States, states_per_parameter
 from distexp.runs.record_sections import Built
 from distexp.strategies.base import load_strategy
+from distexp.strategies.parallel.checks import shares_weights
 from distexp.strategies.traits import GPU_ERROR_BOUND, UNMEASURED_ON_CPUS, CpuMemory
 from distexp.system.units import MIB
 
@@ -86,9 +87,12 @@ def make_estimate(config: Config) -> Estimate:
 
 def not_compared(config: Config) -> str:
     """Return what was not compared with runs, as the start of a reason; empty if everything was."""
-    shares, stores = config.parallel.copies > 1, config.train.activation_checkpointing == "selective"
-    what = "workers with the same rows (section parallel)" if shares else "train.activation_checkpointing=selective"
-    return f"predictions of {what} were not compared with runs on " if shares or stores else ""
+    what = "workers with the same rows (section parallel)" if config.parallel.copies > 1 else ""
+    if config.parallel.expert > 1:
+        what = "parallel.expert, which assume that each expert gets as many tokens,"
+    elif not what and config.train.activation_checkpointing == "selective":
+        what = "train.activation_checkpointing=selective"
+    return f"predictions of {what} were not compared with runs on " if what else ""
 
 
 def _gpu_estimate(config: Config, trace: StepTrace) -> Estimate:
@@ -186,7 +190,7 @@ def _shown(point: Point) -> dict[str, float]:
 def _expected_states_mib(config: Config, counted: int | None, trained: int | None) -> States | None:
     """Return the model states by arithmetic in MiB, by part; None if unknown. If the model was built, use its size."""
     moments, parameters = MOMENTS.get(config.train.optimizer), counted or parameter_count(config.model)
-    if moments is None or parameters is None or config.parallel.shares_layers:  # Not all weights are cut.
+    if moments is None or parameters is None or shares_weights(config):  # Not all are cut.
         return None
     strategy = load_strategy(config)
     expected = {"mesh": [1, 1], "offload": "none", **strategy.expected_build(config)}

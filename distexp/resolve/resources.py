@@ -99,11 +99,11 @@ def set_strategy_defaults(config: Config) -> None:
 def check_strategy(config: Config) -> list[str]:
     """Return an error for each thing that the strategy cannot do."""
     strategy = load_strategy(config)
-    if config.parallel.copies > 1 and not strategy.shares_layers:
+    if (shared := list(degrees(config))) and not strategy.shares_layers:
         return [
             f"{typed} is not supported by strategy={config.strategy.name}: choose strategy=fsdp or strategy=ddp, or "
             f"{alone}"
-            for typed, alone in degrees(config)
+            for typed, alone in shared
         ]
     with shorten_errors(config.strategy._target_, "main_option()"):
         option = strategy.main_option(config)  # shown while the run trains, so an error would appear only then

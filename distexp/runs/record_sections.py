@@ -95,6 +95,7 @@ class Built:
     parameters: int = field(metadata=describe("Number of parameters. Shared weights count once."))
     tensor: int = key(1, "Workers that share the matrices of each layer.")
     context: int = key(1, "Workers that share the tokens of each row.")
+    expert: int = key(1, "Workers that share the experts of each layer.")
     trained_parameters: int | None = key(None, "Parameters that are trained. Null: all of them.")
     cast_from: str | None = key(None, "Types of the weights before they were cast to one, as `bfloat16+float32`.")
     tokenizer: str | None = key(None, "Tokenizer of a text model.")

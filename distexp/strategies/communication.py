@@ -214,6 +214,18 @@ def build_shared_mesh(context: Context) -> DeviceMesh:
     return init_device_mesh(context.device.type, shape, mesh_dim_names=(DATA, TENSOR))
 
 
+EXPERT_DATA, EXPERT = "expert_data", "expert"
+"""Axes of the mesh of the experts with ``parallel.expert``. Workers that share them have consecutive ranks."""
+
+
+def build_expert_mesh(config: Config, context: Context) -> DeviceMesh:
+    """Build the mesh (expert_data, expert): workers with the same experts, and those with the other ones."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    shape = (context.world_size // config.parallel.expert, config.parallel.expert)
+    return init_device_mesh(context.device.type, shape, mesh_dim_names=(EXPERT_DATA, EXPERT))
+
+
 def build_mesh(config: Config, context: Context) -> DeviceMesh:
     """Build the mesh; rank 0 prints a note if an axis has only one worker."""
     from torch.distributed.device_mesh import init_device_mesh

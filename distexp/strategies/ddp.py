@@ -13,6 +13,7 @@ from distexp.distributed.context import Context
 from distexp.runs.step_files import NEXT, OPTIMIZER, Collective, Item, StepModel
 from distexp.strategies.base import FAST_BUCKET_MB, DistributedModel, Strategy, whole_model_values
 from distexp.strategies.communication import StepCommunication, insert_buckets, is_gradient_reduction
+from distexp.strategies.parallel.checks import degrees, shares_weights
 from distexp.strategies.single import offload_errors
 from distexp.strategies.traits import Advice, CpuMemory, ProfiledStep, Settings, common_values, setting
 from distexp.system.units import MIB
@@ -97,7 +98,7 @@ class DDP(Strategy):
 
     def casts_weights(self, config: Config) -> bool:
         """Return whether the units of FSDP cast weights, as they do if workers share layers."""
-        return config.parallel.shares_layers and config.precision.name != "fp32"
+        return shares_weights(config) and config.precision.name != "fp32"
 
     def fast_values(self, config: Config) -> Mapping[str, Any]:
         """Compile the whole model with few buckets, and cast the weights once per step."""
@@ -129,10 +130,11 @@ class DDP(Strategy):
             )
         defaults = vars(type(config.ddp)(bucket_cap_mb=BUCKET_MB))
         changed = [name for name, value in vars(config.ddp).items() if value != defaults[name]]
-        if config.parallel.shares_layers and changed:
+        if shares_weights(config) and changed:
+            typed = next(text for text, _ in degrees(config))
             errors.append(
-                f"ddp.{changed[0]}={getattr(config.ddp, changed[0])} has no effect with parallel.tensor="
-                f"{config.parallel.tensor}, whose replicas use the units of FSDP: leave it out"
+                f"ddp.{changed[0]}={getattr(config.ddp, changed[0])} has no effect with {typed}, whose replicas use "
+                "the units of FSDP: leave it out"
             )
         return errors
 
@@ -157,8 +159,9 @@ class DDP(Strategy):
 
     def expected_build(self, config: Config) -> Mapping[str, Any]:
         """Require a DistributedDataParallel module over all workers, or copies of shared layers."""
-        if config.parallel.shares_layers:
+        if shares_weights(config):
             mesh = {"mesh": [config.data_parallel, 1], "tensor": config.parallel.tensor}
+            mesh["expert"] = config.parallel.expert
             return {"wrapper": "replicate", "world_size": config.cluster.world_size, **mesh}
         workers = config.cluster.world_size
         return {
@@ -173,7 +176,7 @@ class DDP(Strategy):
 
     def setup(self, blueprint: Blueprint, config: Config, context: Context) -> DistributedModel:
         """Initialize the model on its device and wrap it."""
-        if context.tensor > 1:
+        if shares_weights(config):
             from distexp.strategies.fsdp_units import replicate_units
 
             return replicate_units(blueprint, config, context)
@@ -219,6 +222,6 @@ class DDP(Strategy):
         if bottleneck != "exposed_communication":
             return
         yield from self.fewer_shared_layers(step)
-        if step.on_gpu and step.setting("ddp.communication") == "fp32" and step.setting("parallel.tensor", 1) == 1:
+        if step.on_gpu and step.setting("ddp.communication") == "fp32" and not self.shares_weights(step):
             yield Advice("ddp.communication=bf16", "gradients in bf16 are half as large")
         yield from step.more_accumulation()

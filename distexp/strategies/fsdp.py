@@ -10,6 +10,7 @@ from distexp.config import Config
 from distexp.distributed.context import Context
 from distexp.strategies.base import DistributedModel, Strategy, block_values
 from distexp.strategies.communication import FSDPCommunication, Sharding, mesh_shape, sharding_of
+from distexp.strategies.parallel.checks import degrees, shares_weights
 from distexp.strategies.traits import Advice, CpuMemory, Option, ProfiledStep, Settings, common_values, setting
 
 if TYPE_CHECKING:
@@ -59,10 +60,11 @@ class FSDP(Strategy):
 
     def validate(self, config: Config) -> list[str]:
         """Check that the replicas divide the workers, and that the mesh has at most two axes."""
-        if config.parallel.shares_layers and not sharding_of(config).shards_over_all_workers:
+        if shares_weights(config) and not sharding_of(config).shards_over_all_workers:
+            typed = next(text for text, _ in degrees(config))
             return [
-                f"parallel.tensor={config.parallel.tensor} with sharding={config.fsdp.sharding} needs a mesh of three "
-                "axes, which is not supported: choose sharding=full_shard, sharding=shard_grad_op or strategy=ddp"
+                f"{typed} with sharding={config.fsdp.sharding} needs a mesh of three axes, which is not supported: "
+                "choose sharding=full_shard, sharding=shard_grad_op or strategy=ddp"
             ]
         replicas, workers = config.fsdp.replicas, config.cluster.world_size
         if replicas is None:
@@ -131,6 +133,7 @@ class FSDP(Strategy):
             "mesh": list(mesh_shape(config)),
             "tensor": config.parallel.tensor,
             "context": config.parallel.context,
+            "expert": config.parallel.expert,
             "offload": "parameters+gradients+optimizer" if config.offload.enabled else "none",
         }
 

@@ -23,8 +23,17 @@ from distexp.distributed.context import Context
 from distexp.distributed.process_group import gather_to_all
 from distexp.models.blueprint import Blueprint, check_dimensions, find_embeddings, has_tied_embeddings
 from distexp.models.transforms import NO_UNITS, NamedModules, find_units
-from distexp.strategies.communication import DATA, TENSOR, build_mesh, build_shared_mesh, sharding_of
+from distexp.strategies.communication import (
+    DATA,
+    EXPERT,
+    TENSOR,
+    build_expert_mesh,
+    build_mesh,
+    build_shared_mesh,
+    sharding_of,
+)
 from distexp.strategies.fsdp import set_prefetch
+from distexp.strategies.parallel.expert import ExpertCutter, split_by_mesh
 from distexp.strategies.parallel.tensor import Cutter
 from distexp.strategies.torch_model import DTYPES, Distribution, TorchModel, check_equal_use
 from distexp.system.torch_internals.collectives import (
@@ -75,10 +84,13 @@ def shard_units(
     units = [Unit(groups[index]) for index in order]
     units += [] if is_one_unit else _embedding_units(model, blocks)
     units.append(Unit([model], is_needed_first=bool(blocks)))
-    policy, cut = _policy(config, context), None
+    policy = _policy(config, context)
+    cut: Cutter | ExpertCutter | None = None
     if context.tensor > 1:
         mesh = build_shared_mesh(context)
         policy["mesh"], cut = mesh[DATA], Cutter(model, config, context, mesh[TENSOR])
+    elif config.parallel.expert > 1:
+        cut = ExpertCutter(model, build_expert_mesh(config, context), shard, policy)
     for unit in units:
         for module in unit.modules:
             blueprint.materialize(module)
@@ -98,7 +110,7 @@ def replicate_units(blueprint: Blueprint, config: Config, context: Context) -> T
     """Return a model whose layers are shared by some workers, and copied by others, with the units of FSDP."""
     replicate = private_module(REPLICATION, "replicate").replicate
 
-    def copy(modules: Any, *, reshard_after_forward: bool, **policy: Any) -> None:
+    def copy(modules: Any, *, reshard_after_forward: bool, shard_placement_fn: Any = None, **policy: Any) -> None:
         replicate(modules, **policy)
 
     units = shard_units(blueprint, config, context, copy)
@@ -243,7 +255,8 @@ def read_distribution(model: nn.Module, inner: Sequence[nn.Module]) -> Distribut
     sharded = [p for p in parameters if isinstance(p, DTensor)]
     if len(sharded) != len(parameters):
         raise RuntimeError(f"FSDP left {len(parameters) - len(sharded)} of {len(parameters)} parameters unsharded")
-    (mesh,) = {p.device_mesh for p in sharded}
+    experts, others = split_by_mesh(sharded)
+    (mesh,) = {p.device_mesh for p in others}
     names = mesh.mesh_dim_names or ()
     shape = [size for name, size in zip(names, mesh.shape, strict=True) if name != TENSOR]
     policies = read_fsdp_policies(units)
@@ -256,6 +269,7 @@ def read_distribution(model: nn.Module, inner: Sequence[nn.Module]) -> Distribut
         wrapper="replicate" if is_replicated else f"fully_shard(reshard_after_forward={resharding})",
         mesh=[*shape, 1] if is_replicated else [1, *shape] if len(shape) == 1 else shape,
         tensor=mesh.size(names.index(TENSOR)) if TENSOR in names else 1,
+        expert=experts[0].device_mesh[EXPERT].size() if experts else 1,
         sharded_units=len(units),
         offload="parameters+gradients+optimizer" if offloaded and on_cpu else "none",
         compute_dtype=policies[0].param_dtype,

@@ -219,11 +219,16 @@ def gradient_norm(gradients: Sequence[Tensor]) -> Tensor:
     Each rank computes the norm of its shards. For gradients that are sharded over the same axes of the mesh, one number
     is reduced over each axis.
     """
-    by_axes: dict[tuple[int, ...], list[Tensor]] = {}
+    by_axes: dict[tuple[tuple[str, ...], tuple[int, ...]], list[Tensor]] = {}
     for gradient in gradients:
-        by_axes.setdefault(_sharded_axes(gradient), []).append(gradient)
-    norms = [_norm(members, axes) for axes, members in sorted(by_axes.items())]  # in the same order on all ranks
+        by_axes.setdefault((_mesh_axes(gradient), _sharded_axes(gradient)), []).append(gradient)
+    norms = [_norm(members, axes) for (_, axes), members in sorted(by_axes.items())]  # the same order on all ranks
     return norms[0] if len(norms) == 1 else torch.stack(norms).norm(2)
+
+
+def _mesh_axes(gradient: Tensor) -> tuple[str, ...]:
+    """Return the names of the axes of the mesh of a gradient. That of experts has other axes."""
+    return (gradient.device_mesh.mesh_dim_names or ()) if isinstance(gradient, DTensor) else ()
 
 
 def _sharded_axes(gradient: Tensor) -> tuple[int, ...]:

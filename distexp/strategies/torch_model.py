@@ -41,6 +41,7 @@ class Distribution:
     mesh: list[int]
     sharded_units: int = 0
     tensor: int = 1  # workers that share each layer
+    expert: int = 1  # workers that share the experts of each layer
     offload: str = "none"
     compute_dtype: torch.dtype | None = None  # if the wrapper casts, instead of autocast
     blocks_per_unit: int | None = None  # of FSDP
@@ -323,6 +324,7 @@ def describe(
         world_size=dist.get_world_size(),
         mesh=distribution.mesh,
         tensor=distribution.tensor,
+        expert=distribution.expert,
         context=shared_rows(module),
         sharded_units=distribution.sharded_units,
         zero_stage=None,

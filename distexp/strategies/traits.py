@@ -179,6 +179,8 @@ class Traits:
         # With two axes, the mesh has two more communicators. That they need as much as the first is an assumption.
         axes = sum(size > 1 for size in (degree, workers // degree)) if degree > 1 else 0
         axes += (setting(config, "parallel.context") or 1) > 1
+        if (degree := setting(config, "parallel.expert") or 1) > 1:  # the tokens, and the gradients of the experts
+            axes += 1 + (workers > degree)
         return known * (1 + axes) if workers > 1 else 0.0
 
     def host_worker_mib(self, config: Config) -> float:
@@ -211,12 +213,20 @@ class Traits:
 
     @staticmethod
     def fewer_shared_layers(step: ProfiledStep) -> Iterator[Advice]:
-        """Yield a smaller ``parallel.tensor`` or ``parallel.context`` against communication, if workers share rows."""
-        exchanged = {"tensor": "the hidden states of each attention and MLP", "context": "the heads of each attention"}
+        """Yield a smaller degree of the section ``parallel`` against communication, if workers share layers."""
+        exchanged = {
+            "tensor": "with the same rows exchange the hidden states of each attention and MLP",
+            "context": "with the same rows exchange the heads of each attention",
+            "expert": "that share experts exchange the hidden states of each token and expert",
+        }
         for name, what in exchanged.items():
             if (degree := int(step.setting(f"parallel.{name}", 1))) > 1:
-                reason = f"workers with the same rows exchange {what}, in both passes"
-                yield Advice(f"parallel.{name}={degree // 2}", reason)
+                yield Advice(f"parallel.{name}={degree // 2}", f"workers {what}, in both passes")
+
+    @staticmethod
+    def shares_weights(step: ProfiledStep) -> bool:
+        """Return whether some weights of a layer were on other workers, also without a sharding strategy."""
+        return any(step.setting(f"parallel.{name}", 1) > 1 for name in ("tensor", "expert"))
 
     def memory_note(self, config: Config) -> str:
         """Return the sentences that explain the measured parts of the memory in the report; empty if not needed."""

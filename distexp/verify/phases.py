@@ -99,7 +99,7 @@ COMMON = (
 )
 TRAIN_SIZE, EVAL_SIZE = 128, 11  # Samples. The latter is a prime number, so that no batch divides it.
 LEARNING_RATE = "train.learning_rate=0.01"
-ALONE = ("parallel.tensor=1", "parallel.context=1")
+ALONE = ("parallel.tensor=1", "parallel.context=1", "parallel.expert=1")
 SINGLE = (*REFERENCE, *ALONE, "engine=native", "train.activation_checkpointing=false")
 
 

@@ -24,20 +24,29 @@ CONTEXT_TYPES = (
 UNSHARED = ("train.compile", "train.compute_weights", "train.fused_update", "train.loss", "ddp.bucket_cap_mb")
 """Options of speed that ``kernels=fast`` leaves at their reference if workers share layers."""
 
-TENSOR, CONTEXT = "parallel.tensor", "parallel.context"
+EXPERT_TYPES = ("granitemoe", "gpt_oss", "jamba", "mixtral", "olmoe", "phimoe", "qwen2_moe", "qwen3_moe")
+"""The same for ``parallel.expert``, by ``tests/strategies/test_expert.py``."""
+
+TENSOR, CONTEXT, EXPERT = "parallel.tensor", "parallel.context", "parallel.expert"
 
 
 def degrees(config: Config) -> Iterator[tuple[str, str]]:
-    """Yield each way in which workers share rows as it was typed, and what to type instead."""
-    for key, degree in ((TENSOR, config.parallel.tensor), (CONTEXT, config.parallel.context)):
+    """Yield each way in which workers share layers as it was typed, and what to type instead."""
+    shares = config.parallel
+    for key, degree in ((TENSOR, shares.tensor), (CONTEXT, shares.context), (EXPERT, shares.expert)):
         if degree > 1:
             yield f"{key}={degree}", f"{key}=1"
 
 
+def shares_weights(config: Config) -> bool:
+    """Return whether each worker has some weights of a layer only, without what the strategy shards."""
+    return config.parallel.tensor > 1 or config.parallel.expert > 1
+
+
 def unshared(config: Config) -> tuple[str, ...]:
-    """Return the options of speed that ``kernels=fast`` leaves at their reference, because of shared rows."""
+    """Return the options of speed that ``kernels=fast`` leaves at their reference, because of shared layers."""
     shares = config.parallel
-    return (UNSHARED if shares.copies > 1 else ()) + (("train.logits",) if shares.context > 1 else ())
+    return (UNSHARED if any(degrees(config)) else ()) + (("train.logits",) if shares.context > 1 else ())
 
 
 def needed_attention(config: Config) -> str | None:
@@ -54,8 +63,47 @@ def parallel_errors(config: Config) -> Iterator[str]:
             f"parallel.context=1, or parallel.tensor=1 parallel.context={parallel.copies}"
         )
         return
+    if parallel.expert > 1:
+        yield from _expert_errors(config, f"{EXPERT}={parallel.expert}", f"{EXPERT}=1")
+        return
     for typed, alone in degrees(config):
         yield from _errors(config, typed, alone)
+
+
+def _expert_errors(config: Config, typed: str, alone: str) -> Iterator[str]:
+    degree, workers = config.parallel.expert, config.cluster.world_size
+    for other, without in degrees(config):
+        if other != typed:
+            yield f"{typed} with {other} is not supported: use {without}, or {alone}"
+    if workers % degree:
+        per_node = next(number for number in range(1, degree + 1) if number * config.cluster.nodes % degree == 0)
+        yield (
+            f"{typed} must divide the {workers} workers, because each group of them has all experts: use "
+            f"cluster.workers_per_node={per_node}, or {alone}"
+        )
+    settings = list(_unsupported(config))
+    if config.train.score_answers:  # Texts grow by one token at a time, until the last worker has finished.
+        settings.append(("train.score_answers=true", "train.score_answers=false"))
+    for setting, instead in settings:
+        yield f"{typed} is not supported by {setting}: use {instead}, or {alone}"
+    yield from _mixture_errors(config, typed, alone)
+
+
+def _mixture_errors(config: Config, typed: str, alone: str) -> Iterator[str]:
+    """Yield an error if a model is no mixture of experts, or its experts do not divide evenly."""
+    model, degree = config.model, config.parallel.expert
+    types = f"one of the types that were compared with one worker: {', '.join(EXPERT_TYPES)}"
+    if model._target_ != HUGGING_FACE:
+        yield f"{typed} is not supported by model={model.name}: use {alone}, or model=hf with {types}"
+        return
+    found = {**read_architecture(model.name), **model.options}
+    if (kind := found.get("model_type")) and kind not in EXPERT_TYPES:
+        yield f"{typed} is not supported by model.name={model.name} ({kind}): use {alone}, or {types}"
+        return
+    for name in ("num_local_experts", "num_experts"):
+        if isinstance(size := found.get(name), int) and size % degree:
+            fitting = max(number for number in range(1, degree) if size % number == 0)
+            yield f"{typed} must divide {name}={size} of the model: use {EXPERT}={fitting}"
 
 
 def _errors(config: Config, typed: str, alone: str) -> Iterator[str]:
@@ -73,7 +121,7 @@ def _errors(config: Config, typed: str, alone: str) -> Iterator[str]:
 
 
 def _unsupported(config: Config) -> Iterator[tuple[str, str]]:
-    """Yield each setting that excludes shared rows, and what to use in its place."""
+    """Yield each setting that excludes shared layers, and what to use in its place."""
     train = config.train
     if config.engine.name != "native":
         yield f"engine={config.engine.name}", "engine=native"
@@ -91,7 +139,8 @@ def _unsupported(config: Config) -> Iterator[tuple[str, str]]:
         yield "train.fused_update=true", "train.fused_update=false"
     if train.loss == "own":
         yield "train.loss=own", "train.loss=full"
-    if config.model.dropout:  # Workers of a group would drop the same units of different heads.
+    # Workers with the same rows would drop the same units of different heads.
+    if config.model.dropout and config.parallel.copies > 1:
         yield f"model.dropout={config.model.dropout:g}", "model.dropout=0"
     if config.scaling.name not in ("fixed", "weak_data"):
         yield f"scaling={config.scaling.name}", "scaling=fixed"
