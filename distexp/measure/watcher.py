@@ -10,6 +10,7 @@ from typing import Any, ClassVar, NamedTuple
 from torch import nn
 
 from distexp.strategies.optimizer import ReadTensors
+from distexp.strategies.parallel.expert import largest_load
 from distexp.system.torch_internals.compilation import compile_counters, on_compilation
 
 PROFILE, TRAIN, WARMUP = "profile", "train", "warmup"  # phases; only ``train`` counts for the speed
@@ -117,6 +118,24 @@ class CompileWatch(Watcher):
         if self._started is not None:
             self.seconds += time.perf_counter() - self._started
         self._started = None
+
+
+class ExpertLoadWatch(Watcher):
+    """Share of the tokens of the expert that got the most, with ``parallel.expert``."""
+
+    section = "metrics"
+
+    def __init__(self) -> None:
+        self.module: nn.Module | None = None
+
+    def follow(self, module: nn.Module, read: ReadTensors) -> None:
+        """Keep the model, whose layers count the tokens."""
+        self.module = module
+
+    def summary(self, steps: MeasuredSteps) -> dict[str, Any]:
+        """Return ``metrics.expert_load``, if workers share experts; a collective."""
+        load = None if self.module is None else largest_load(self.module)
+        return {} if load is None else {"expert_load": load}
 
 
 class MethodReplacements:

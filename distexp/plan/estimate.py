@@ -89,7 +89,7 @@ def not_compared(config: Config) -> str:
     """Return what was not compared with runs, as the start of a reason; empty if everything was."""
     what = "workers with the same rows (section parallel)" if config.parallel.copies > 1 else ""
     if config.parallel.expert > 1:
-        what = "parallel.expert, which assume that each expert gets as many tokens,"
+        what = "parallel.expert, which assume that all experts get equally many tokens,"
     elif not what and config.train.activation_checkpointing == "selective":
         what = "train.activation_checkpointing=selective"
     return f"predictions of {what} were not compared with runs on " if what else ""

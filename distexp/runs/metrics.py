@@ -50,6 +50,11 @@ class Metrics:
         "Standard error of the training speed, from the means of blocks of consecutive steps.",
         parts={".relative": "Error divided by the speed.", ".blocks": "Number of blocks."},
     )
+    expert_load: float | None = key(
+        None,
+        "Largest share of the tokens of a layer that one expert got in the steps of this attempt, with "
+        "`parallel.expert`. If all got equally many, it is 1 / experts.",
+    )
     communication: dict[str, Any] | None = key(
         None,
         "Communication in the steps of `train.profile_steps`, as means over the ranks. These steps "

@@ -11,7 +11,7 @@ from distexp.measure.memory.rank_memory import AllocatorWatch, OutOfMemoryWatch,
 from distexp.measure.memory.step_recording import StepRecording, has_history
 from distexp.measure.profiling.profiler import StepProfiler
 from distexp.measure.rank_times import RankTimesWatch
-from distexp.measure.watcher import CompileWatch, MeasuredSteps, Watcher
+from distexp.measure.watcher import CompileWatch, ExpertLoadWatch, MeasuredSteps, Watcher
 from distexp.runs.metrics import Metrics
 from distexp.training.inputs import StepPlan
 
@@ -33,6 +33,7 @@ def build_watchers(plan: StepPlan, measure: MeasureConfig, context: Context) -> 
         PartsWatch(context.rank, counts_activations=counts_activations, make_recording=recording),
         allocator,
         CompileWatch(enabled=bool(train.compile)),
+        ExpertLoadWatch(),
         profiler,
         RankTimesWatch(context, profiler, enabled=measure.slow_ranks),
         *(custom_watcher(target) for target in measure.watchers),

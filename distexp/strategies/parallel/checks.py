@@ -24,7 +24,10 @@ CONTEXT_TYPES = (
 UNSHARED = ("train.compile", "train.compute_weights", "train.fused_update", "train.loss", "ddp.bucket_cap_mb")
 """Options of speed that ``kernels=fast`` leaves at their reference if workers share layers."""
 
-EXPERT_TYPES = ("granitemoe", "gpt_oss", "jamba", "mixtral", "olmoe", "phimoe", "qwen2_moe", "qwen3_moe")
+EXPERT_TYPES = (
+    *("deepseek_v2", "deepseek_v3", "granitemoe", "gpt_oss", "jamba", "mixtral", "olmoe", "phimoe", "qwen2_moe"),
+    "qwen3_moe",
+)
 """The same for ``parallel.expert``, by ``tests/strategies/test_expert.py``."""
 
 TENSOR, CONTEXT, EXPERT = "parallel.tensor", "parallel.context", "parallel.expert"
@@ -100,7 +103,7 @@ def _mixture_errors(config: Config, typed: str, alone: str) -> Iterator[str]:
     if (kind := found.get("model_type")) and kind not in EXPERT_TYPES:
         yield f"{typed} is not supported by model.name={model.name} ({kind}): use {alone}, or {types}"
         return
-    for name in ("num_local_experts", "num_experts"):
+    for name in ("num_local_experts", "num_experts", "n_routed_experts"):
         if isinstance(size := found.get(name), int) and size % degree:
             fitting = max(number for number in range(1, degree) if size % number == 0)
             yield f"{typed} must divide {name}={size} of the model: use {EXPERT}={fitting}"
