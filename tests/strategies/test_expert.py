@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from distexp.config import ConfigError
 from distexp.plan.replay import PARTS, replay
@@ -22,7 +23,7 @@ from distexp.strategies.parallel.checks import EXPERT_TYPES
 from distexp.system.units import MIB
 from tests.helpers.grid import read_lines, run_grid
 from tests.helpers.runs import HELPERS, resolve_cell, run_distexp
-from tests.helpers.zoo import hugging_face, outcomes, train_all, write_config
+from tests.helpers.zoo import CAUSAL, hugging_face, outcomes, train_all, write_config
 
 COMMON = ("train.optimizer=sgd", "train.momentum=0", "train.learning_rate=0.1", "train.gradient_clipping=0.3")
 TWO, FOUR, WORKERS = "parallel.expert=2", "parallel.expert=4", "cluster.workers_per_node=4"
@@ -34,13 +35,14 @@ CELLS: dict[str, tuple[str, ...]] = {
     "shard_grad_op_2x2": ("sharding=shard_grad_op", TWO, WORKERS),
     "checkpointed_2x2": ("sharding=full_shard", "train.activation_checkpointing=true", TWO, WORKERS),
     "units_2x2": ("sharding=full_shard", "fsdp.blocks_per_unit=2", TWO, WORKERS),
+    "selective_2x2": ("strategy=ddp", "train.activation_checkpointing=selective", TWO, WORKERS),
     "ddp_four": ("strategy=ddp", FOUR, WORKERS),
     "full_shard_four": ("sharding=full_shard", FOUR, WORKERS),
 }
 """Those of two workers have two micro-batches in a step."""
 
 KINDS = ("mixtral_router", "qwen3_moe_router", "olmoe")
-WRAPPERS = {"ddp": "replicate", "shard_grad_op": "fully_shard(reshard_after_forward=False)"}
+WRAPPERS = {"strategy=ddp": "replicate", "sharding=shard_grad_op": "fully_shard(reshard_after_forward=False)"}
 
 
 def check(folder: Path, name: str, *cells: str) -> None:
@@ -55,6 +57,8 @@ def check(folder: Path, name: str, *cells: str) -> None:
 def test_mixtures_of_experts_train_as_on_one_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     models: dict[str, Mapping[str, Any]] = {kind: {"model.name": str(write_config(tmp_path, kind))} for kind in KINDS}
     models["chunked"] = {**models["olmoe"], "train.loss": "chunked"}
+    models["targets"] = {**models["olmoe"], "train.logits": "targets"}
+    models["idle"] = {"model.name": str(write_idle_experts(tmp_path / "idle")), "model.init": "pretrained"}
     train_all(tmp_path, (*hugging_face(tmp_path / "base", "mixtral"), *COMMON), models, CELLS)
     for name in models:
         check(tmp_path, name, *CELLS)
@@ -62,15 +66,32 @@ def test_mixtures_of_experts_train_as_on_one_worker(tmp_path: Path, monkeypatch:
         record = RunRecord.read(next(tmp_path.glob(f"olmoe-*/{cell}/record.json")))
         built, workers = record.built, 4 if WORKERS in options else 2
         assert built is not None
-        name = cell.partition("_2x2")[0].partition("_four")[0]
-        assert built.wrapper == WRAPPERS.get(name, "fully_shard(reshard_after_forward=True)")
+        wrapper = WRAPPERS.get(options[0], "fully_shard(reshard_after_forward=True)")
+        assert built.wrapper == wrapper
         assert (built.expert, built.tensor, built.world_size) == (4 if FOUR in options else 2, 1, workers)
-        assert built.mesh == ([workers, 1] if name == "ddp" else [1, workers])
+        assert built.mesh == ([workers, 1] if wrapper == "replicate" else [1, workers])
         assert record.metrics.expert_load is not None
         assert 1 / 4 < record.metrics.expert_load <= 1 / 2  # A token chooses two of four experts.
+        idle = RunRecord.read(next(tmp_path.glob(f"idle-*/{cell}/record.json"))).metrics.expert_load
+        assert idle is not None
+        assert 1 / 2 <= idle < 1
     monkeypatch.syspath_prepend(HELPERS)  # of the data set
     for cell in ("ddp_2x2", "full_shard_2x2", "full_shard_four"):
         check_predicted_memory(next(tmp_path.glob(f"olmoe-*/{cell}")))
+
+
+def write_idle_experts(folder: Path) -> Path:
+    """Write a model whose tokens choose the first or the second of four experts. So some workers get no token."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model("olmoe", **{**CAUSAL["olmoe"], "num_experts_per_tok": 1})
+    torch.manual_seed(3)
+    model = AutoModelForCausalLM.from_config(config)
+    for layer in model.model.layers:
+        router = layer.mlp.gate.weight.data
+        router[1], router[2:] = -router[0], 0.0
+    model.save_pretrained(folder)
+    return folder
 
 
 def check_predicted_memory(run: Path) -> None:
