@@ -102,7 +102,9 @@ def describe_verdict(predicted: Predicted) -> str:
     if memory is None:
         if predicted.nvidia_smi_mib is None:
             return f"needs {format_memory(needed)} on a node"
-        fitting = gpus_with(predicted.most_mib or needed)
+        if predicted.most_mib is None:
+            return f"needs {format_memory(needed)}, with an unknown error"
+        fitting = gpus_with(predicted.most_mib)
         return f"fits on {fitting[0]} and larger" if fitting else "fits on no known GPU"
     return _describe_share(needed, memory, predicted)
 

@@ -201,3 +201,12 @@ def test_a_dense_model_is_refused_before_a_worker_starts(tmp_path: Path) -> None
 def test_all_workers_have_their_own_rows(tmp_path: Path) -> None:
     config = resolve_cell(*BASE, *hugging_face(tmp_path, "olmoe"), FOUR, "kernels=fast", BATCH)
     assert (config.data_parallel, config.train.compiled, config.train.loss) == (4, "none", "full")
+
+
+def test_the_plan_states_what_it_assumes_and_gives_no_verdict(tmp_path: Path) -> None:
+    model = ("dataset=synthetic", "strategy=ddp", *hugging_face(tmp_path, "mixtral"), FOUR, WORKERS)
+    done = run_distexp("plan", *model, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "no verdict: predictions of parallel.expert, which assume that all experts get equally many" in done.stdout
+    assert "with an unknown error" in done.stdout
+    assert "and larger" not in done.stdout
