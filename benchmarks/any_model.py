@@ -102,7 +102,7 @@ def our_command(settings: dict[str, Any], overrides: list[str], folder: Path) ->
         "model.init=random",
         "dataset=synthetic",
         f"dataset.max_length={settings['length']}",
-        f"dataset.train_size={steps * rows}",
+        f"dataset.train_size={steps * groups * settings['micro_batch']}",
         f"strategy={settings['strategy']}",
         "precision=bf16",
         "kernels=fast",
