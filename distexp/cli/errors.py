@@ -37,15 +37,6 @@ UNQUOTED_OVERRIDE = re.compile(
 )
 """An override without quotes inside a list of overrides, which need them."""
 
-CUTS = ", because this version has parallel.tensor, parallel.context and parallel.expert only: write "
-OTHER_CUTS = {
-    **dict.fromkeys(
-        ("parallel.pipeline", "parallel.schedule"),
-        f"{CUTS}strategy=fsdp parallel.tensor=2 cluster.workers_per_node=2",
-    ),
-}
-"""Keys of ways to cut a model that other programs have and distexp does not, each with the nearest that it has."""
-
 IN_FILE = re.compile(r"In '([^']+)': ")
 """Start of Hydra's message about a value in a YAML file."""
 
@@ -105,7 +96,7 @@ def _explain_value(error: Exception) -> str:
         section = "is a group and not a section: write '# @package _global_' into the first line of the file"
         return f"{origin}{key} {section if is_section else f'has no keys: write {key}=OPTION'}"
     if isinstance(cause, (ConfigAttributeError, ConfigKeyError)) and key:
-        hint = OTHER_CUTS.get(key) or suggest_key(key, known_keys()) or ": --cfg job prints all keys"
+        hint = suggest_key(key, known_keys()) or ": --cfg job prints all keys"
         return f"{origin}{key} is not a key{hint}"
     accepted = describe_values(key) if isinstance(cause, ValidationError) else None
     if accepted is not None:

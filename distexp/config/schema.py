@@ -256,6 +256,15 @@ class SweepConfig:
     resume: bool = key(False, "Keep finished runs of `hydra.sweep.dir`. Set by `distexp resume`.")
 
 
+@dataclass
+class VerifyConfig:
+    """Comparison of the training with that of `strategy=single`, by `distexp verify`."""
+
+    quick: bool = key(False, "Compare the core phases only. Its option `--quick` sets it.")
+    timeout_s: float = key(300.0, "Longest time of a phase.", unit="seconds", above=0)
+    output: str = key("table", "Output of `distexp verify`. Its option `--json` sets it.", choices=("table", "json"))
+
+
 class Command(StrEnum):
     """What a command does with its cells. Each has its entry, which is the only one that names it."""
 
@@ -294,7 +303,7 @@ class Config:
     plan: sections.PlanConfig = field(default_factory=sections.PlanConfig)
     choose: sections.ChooseConfig = field(default_factory=sections.ChooseConfig)
     forecast: sections.ForecastConfig = field(default_factory=sections.ForecastConfig)
-    verify: sections.VerifyConfig = field(default_factory=sections.VerifyConfig)
+    verify: VerifyConfig = field(default_factory=VerifyConfig)
     scale: ScaleConfig = field(default_factory=ScaleConfig)
     scaling: ScalingConfig = field(default_factory=ScalingConfig)
     sweep: SweepConfig = field(default_factory=SweepConfig)

@@ -313,6 +313,11 @@ class ParallelConfig:
         1, "Workers of a node that share the tokens of each row (context parallelism).", at_least=1, id_if_changed=True
     )
     expert: int = key(1, "Workers that share the experts of each layer.", at_least=1, id_if_changed=True)
+    pipeline: int = key(1, "Workers with different blocks (pipeline parallelism).", at_least=1, id_if_changed=True)
+    schedule: str | None = key(
+        None, "Order of the micro-batches in a pipeline. With the last two, each worker has two stages.", null="1f1b",
+        choices=("gpipe", "1f1b", "interleaved", "zero_bubble"), id_if_changed=True,
+    )  # fmt: skip
 
     @property
     def shares_layers(self) -> bool:
@@ -322,7 +327,7 @@ class ParallelConfig:
     @property
     def copies(self) -> int:
         """Return how many workers have the same rows."""
-        return self.tensor * self.context
+        return self.tensor * self.context * self.pipeline
 
 
 @dataclass
@@ -346,15 +351,6 @@ class ChooseConfig:
     )
     dry_run: bool = key(False, "Print the candidates, the planned trials and their cost. Start nothing.")
     output: str = key("table", "Output of `distexp choose`. Its option `--json` sets it.", choices=("table", "json"))
-
-
-@dataclass
-class VerifyConfig:
-    """Comparison of the training with that of `strategy=single`, by `distexp verify`."""
-
-    quick: bool = key(False, "Compare the core phases only. Its option `--quick` sets it.")
-    timeout_s: float = key(300.0, "Longest time of a phase.", unit="seconds", above=0)
-    output: str = key("table", "Output of `distexp verify`. Its option `--json` sets it.", choices=("table", "json"))
 
 
 @dataclass

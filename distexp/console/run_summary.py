@@ -207,6 +207,7 @@ def _built(record: RunRecord) -> Iterator[tuple[str, str]]:
         model = f"{built.parameters:,} parameters{stand_in}{frozen}, {built.optimizer}"
         shared = f", layers shared by {built.tensor} workers" if built.tensor > 1 else ""
         shared += f", rows shared by {built.context} workers" if built.context > 1 else ""
+        shared += f", {built.pipeline} workers in a {built.schedule} pipeline" if built.pipeline > 1 else ""
         yield "built", f"{wrapper}{_replicas_and_shards(built.mesh)}{shared}, {model}"
     if kernels := describe_kernels(record.config):
         yield "kernels", kernels

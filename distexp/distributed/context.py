@@ -23,11 +23,12 @@ class Context:
     run_dir: Path
     tensor: int = 1  # workers with the same rows, which share each layer. Their ranks are consecutive.
     slices: int = 1  # workers with the same rows, which share the tokens. Their ranks are consecutive.
+    stages: int = 1  # workers with the same rows, which have different blocks. Their ranks are consecutive.
 
     @property
     def copies(self) -> int:
         """Return how many workers have the same rows."""
-        return self.tensor * self.slices
+        return self.tensor * self.slices * self.stages
 
     @property
     def data_rank(self) -> int:

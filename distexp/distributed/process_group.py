@@ -111,7 +111,8 @@ def join(spec: RunSpec, run_dir: Path, store: Store | None = None, *, overhead_m
         world_size=-1 if store is None else world_size,
     )
     nodes, parallel = world_size // per_node, spec.config.parallel
-    return Context(rank, world_size, local_rank, per_node, nodes, device, run_dir, parallel.tensor, parallel.context)
+    degrees = (parallel.tensor, parallel.context, parallel.pipeline)
+    return Context(rank, world_size, local_rank, per_node, nodes, device, run_dir, *degrees)
 
 
 def collective_timeout(hang_timeout_min: float) -> timedelta:

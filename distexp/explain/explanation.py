@@ -16,6 +16,7 @@ from distexp.runs.record import RunRecord, describe_no_training, read_records
 from distexp.runs.run_dir import COMMAND
 from distexp.runs.step_files import PARTS
 from distexp.strategies.base import recorded_strategy
+from distexp.strategies.parallel.checks import STAGES_PER_WORKER, bubble_share
 from distexp.strategies.traits import Traits
 from distexp.system.files import printable, read_or_none
 from distexp.system.typed_values import number_of, texts_of
@@ -83,7 +84,7 @@ def explain_profile(profile: step_profile.StepProfile) -> Explanation:
         sentence = _sentence(bottleneck, share, text, profile)
     else:
         sentence = _sentence(bottleneck, share, _description(bottleneck, share, profile), profile)
-    text = f"{sentence} {describe_missing_cores(profile)}".rstrip()
+    text = " ".join(filter(None, (sentence, describe_bubble(profile), describe_missing_cores(profile))))
     reasons = dict(reversed(advice))  # If two give the same overrides, the first one has the reason.
     alternatives = list(dict.fromkeys(overrides for overrides, _ in advice))
     return Explanation(bottleneck, share, text, alternatives, larger_global_batches(profile, alternatives), reasons)
@@ -128,6 +129,23 @@ def describe_compute(share: float, shares: Mapping[str, float]) -> str:
         return f"No bottleneck: {kernels}, {first} and {second}."
     named = f" The largest other part is {first}." if shares[names[0]] >= NAMED_SHARE else ""
     return f"Compute-bound: {kernels}.{named}"
+
+
+def describe_bubble(profile: step_profile.StepProfile) -> str:
+    """Return the bubble of the schedule of a pipeline, and what the workers wait for each other; empty without one."""
+    workers, schedule = profile.number("parallel.pipeline", 1), profile.setting("parallel.schedule", "1f1b")
+    if workers == 1 or schedule not in STAGES_PER_WORKER:
+        return ""
+    micro_batches, known = profile.number("train.gradient_accumulation_steps", 1), profile.collective_shares()
+    between = sum(share for kind, share in known.items() if "send" in kind or "recv" in kind)
+    waited = profile.shares()["exposed_communication"] * between / (sum(known.values()) or 1.0)
+    measured = (
+        f" Sending and receiving between stages, which includes the bubble, takes {waited:.0%}." if between else ""
+    )
+    return (
+        f"The bubble of parallel.schedule={schedule} with {workers} workers and {micro_batches} micro-batches is "
+        f"{bubble_share(workers, schedule, micro_batches):.0%} of the step, if all stages take as long.{measured}"
+    )
 
 
 def describe_missing_cores(profile: step_profile.StepProfile) -> str:

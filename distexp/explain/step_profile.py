@@ -119,7 +119,7 @@ class StepProfile:
     @property
     def data_parallel(self) -> int:
         """Return how many workers, or groups of workers with the same rows, have their own rows."""
-        copies = self.number("parallel.tensor", 1) * self.number("parallel.context", 1)
+        copies = math.prod(self.number(f"parallel.{degree}", 1) for degree in ("tensor", "context", "pipeline"))
         return max(1, self.world_size // copies)
 
     @property

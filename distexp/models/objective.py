@@ -76,7 +76,12 @@ def count_correct(task: str, outputs: Any, batch: Batch, *, choices: int = 1) ->
 
 
 def evaluation_sums(task: str, outputs: Any, batch: Batch) -> Tensor:
-    """Return summed loss, targets, top-1 hits and top-5 hits; shape (4,), float64. Hits are counted for classes."""
+    """Return summed loss, targets, top-1 hits and top-5 hits; shape (4,), float64. Hits are counted for classes.
+
+    A worker without the head of the model has no outputs. It adds nothing.
+    """
+    if outputs is None:
+        return torch.zeros(4, dtype=torch.float64, device=batch.labels.device)
     loss = cross_entropy_sum(task, outputs, batch)
     sums = torch.zeros(4, dtype=torch.float64, device=loss.device)
     sums[0] = loss.detach()

@@ -190,7 +190,8 @@ def _shown(point: Point) -> dict[str, float]:
 def _expected_states_mib(config: Config, counted: int | None, trained: int | None) -> States | None:
     """Return the model states by arithmetic in MiB, by part; None if unknown. If the model was built, use its size."""
     moments, parameters = MOMENTS.get(config.train.optimizer), counted or parameter_count(config.model)
-    if moments is None or parameters is None or shares_weights(config):  # Not all are cut.
+    is_cut = shares_weights(config) or config.parallel.pipeline > 1
+    if moments is None or parameters is None or is_cut:  # Not all weights are cut.
         return None
     strategy = load_strategy(config)
     expected = {"mesh": [1, 1], "offload": "none", **strategy.expected_build(config)}

@@ -213,7 +213,9 @@ def bytes_per_parameter(record: RunRecord) -> float | None:
     """
     built = record.built
     moments = MOMENTS.get(record.config["train"]["optimizer"])
-    if built is None or moments is None or len(built.mesh) != 2 or built.tensor > 1:  # Some weights are not cut.
+    if built is None or moments is None or len(built.mesh) != 2:
+        return None
+    if built.tensor > 1 or built.pipeline > 1:  # Some weights are not cut, or the parts have different sizes.
         return None
     is_unknown = (built.param_dtype != "float32" and trained_share(built) == 1) or (
         built.mesh[1] > 1 and not built.sharded_units

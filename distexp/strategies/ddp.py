@@ -13,7 +13,7 @@ from distexp.distributed.context import Context
 from distexp.runs.step_files import NEXT, OPTIMIZER, Collective, Item, StepModel
 from distexp.strategies.base import FAST_BUCKET_MB, DistributedModel, Strategy, whole_model_values
 from distexp.strategies.communication import StepCommunication, insert_buckets, is_gradient_reduction
-from distexp.strategies.parallel.checks import degrees, shares_weights
+from distexp.strategies.parallel.checks import degrees, schedule_of, shares_weights
 from distexp.strategies.single import offload_errors
 from distexp.strategies.traits import Advice, CpuMemory, ProfiledStep, Settings, common_values, setting
 from distexp.system.units import MIB
@@ -136,6 +136,11 @@ class DDP(Strategy):
                 f"ddp.{changed[0]}={getattr(config.ddp, changed[0])} has no effect with {typed}, whose replicas use "
                 "the units of FSDP: leave it out"
             )
+        if config.parallel.pipeline > 1 and changed:
+            errors.append(
+                f"ddp.{changed[0]}={getattr(config.ddp, changed[0])} has no effect with parallel.pipeline="
+                f"{config.parallel.pipeline}, whose gradients are reduced after the schedule: leave it out"
+            )
         return errors
 
     def hf_errors(self, config: Config) -> list[str]:
@@ -164,6 +169,9 @@ class DDP(Strategy):
             mesh["expert"] = config.parallel.expert
             return {"wrapper": "replicate", "world_size": config.cluster.world_size, **mesh}
         workers = config.cluster.world_size
+        if config.parallel.pipeline > 1:
+            stages = {"pipeline": config.parallel.pipeline, "schedule": schedule_of(config)}
+            return {"wrapper": "pipeline", "world_size": workers, "mesh": [config.data_parallel, 1], **stages}
         return {
             "wrapper": "DistributedDataParallel",
             "world_size": workers,
@@ -180,6 +188,10 @@ class DDP(Strategy):
             from distexp.strategies.fsdp_units import replicate_units
 
             return replicate_units(blueprint, config, context)
+        if context.stages > 1:
+            from distexp.strategies.parallel.pipeline import pipeline_model
+
+            return pipeline_model(blueprint, config, context)
         from torch.nn.parallel import DistributedDataParallel
 
         from distexp.models.transforms import set_memory_format
@@ -222,6 +234,18 @@ class DDP(Strategy):
         if bottleneck != "exposed_communication":
             return
         yield from self.fewer_shared_layers(step)
-        if step.on_gpu and step.setting("ddp.communication") == "fp32" and not self.shares_weights(step):
+        yield from _smaller_bubble(step)
+        whole = step.setting("parallel.pipeline", 1) == 1 and not self.shares_weights(step)
+        if step.on_gpu and step.setting("ddp.communication") == "fp32" and whole:
             yield Advice("ddp.communication=bf16", "gradients in bf16 are half as large")
         yield from step.more_accumulation()
+
+
+def _smaller_bubble(step: ProfiledStep) -> Iterator[Advice]:
+    """Yield more and smaller micro-batches for a pipeline, with the same global batch."""
+    size, steps = step.setting("train.micro_batch_size", 1), step.setting("train.gradient_accumulation_steps", 1)
+    if step.setting("parallel.pipeline", 1) > 1 and isinstance(size, int) and size > 1 and size % 2 == 0:
+        batch = f"train.micro_batch_size={size // 2}"
+        if step.setting("train.global_batch_size") is None:
+            batch += f" train.gradient_accumulation_steps={2 * steps}"
+        yield Advice(batch, "with more micro-batches the bubble of the pipeline is a smaller part of the step")

@@ -60,6 +60,11 @@ class FSDP(Strategy):
 
     def validate(self, config: Config) -> list[str]:
         """Check that the replicas divide the workers, and that the mesh has at most two axes."""
+        if config.parallel.pipeline > 1:
+            return [
+                f"parallel.pipeline={config.parallel.pipeline} is not supported by strategy=fsdp: choose strategy=ddp, "
+                "or parallel.pipeline=1"
+            ]
         if shares_weights(config) and not sharding_of(config).shards_over_all_workers:
             typed = next(text for text, _ in degrees(config))
             return [

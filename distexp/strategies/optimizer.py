@@ -198,10 +198,14 @@ def restore_kernel(optimizer: torch.optim.Optimizer, *, fused: bool | None) -> N
                 state["step"] = state["step"].to(parameter.device if fused else "cpu")
 
 
-def clip_gradients(parameters: Iterable[nn.Parameter], limit: float | None) -> Tensor:
+def clip_gradients(
+    parameters: Iterable[nn.Parameter],
+    limit: float | None,
+    norm_of: Callable[[Sequence[Tensor]], Tensor] | None = None,
+) -> Tensor:
     """Scale the gradients to a norm of at most ``limit``; return the norm before, fp32, shape ()."""
     gradients = [p.grad for p in parameters if p.grad is not None]
-    norm = gradient_norm(gradients)
+    norm = (norm_of or gradient_norm)(gradients)
     if limit is not None:
         local = _local(gradients)
         scale_tensors(local, clipping_scale(norm, limit).to(local[0].dtype))

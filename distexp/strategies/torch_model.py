@@ -165,12 +165,16 @@ class TorchModel:
         if isinstance(self.optimizer, optimizers.FusedAdamW):
             return self.optimizer.clip_and_step(self.clipping)
         self.scaler.unscale_(self.optimizer)
-        norm = optimizers.clip_gradients(optimizers.trained_parameters(self.optimizer), self.clipping)
+        norm = self._clip()
         self.scaler.step(self.optimizer)
         self.scaler.update()
         if self.copies is not None:
             self.copies.refresh()
         return norm
+
+    def _clip(self) -> Tensor:
+        """Clip the gradients; return the norm before."""
+        return optimizers.clip_gradients(optimizers.trained_parameters(self.optimizer), self.clipping)
 
     @torch.no_grad()
     def forward(self, batch: Batch) -> Any:
@@ -260,7 +264,16 @@ def unsharded_weights(
     module: nn.Module, device: torch.device, *, only_trained: bool = False
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield name and full value of each parameter, or each trained one, and persistent buffer; a collective."""
-    unwrapped = _unwrapped(module)
+    cut, own = pipeline_cut(module), _own_weights(_unwrapped(module), device, only_trained=only_trained)
+    yield from own if cut is None else cut.whole(own, device)
+
+
+def pipeline_cut(module: nn.Module) -> Any:
+    """Return the ``PipelineCut`` of a model whose other stages are on other workers; None without stages."""
+    return getattr(module, "pipeline_cut", None)
+
+
+def _own_weights(unwrapped: nn.Module, device: torch.device, *, only_trained: bool) -> Iterator[tuple[str, Tensor]]:
     skipped, orders = frozen_names(unwrapped) if only_trained else set(), fused_rows(unwrapped)
     # After an evaluation some are still gathered, and with mixed precision these are copies in 16 bits.
     from torch.distributed.fsdp import FSDPModule

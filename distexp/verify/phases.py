@@ -99,7 +99,10 @@ COMMON = (
 )
 TRAIN_SIZE, EVAL_SIZE = 128, 11  # Samples. The latter is a prime number, so that no batch divides it.
 LEARNING_RATE = "train.learning_rate=0.01"
-ALONE = ("parallel.tensor=1", "parallel.context=1", "parallel.expert=1")
+ALONE = (
+    *("parallel.tensor=1", "parallel.context=1", "parallel.expert=1"),
+    *("parallel.pipeline=1", "parallel.schedule=null"),
+)
 SINGLE = (*REFERENCE, *ALONE, "engine=native", "train.activation_checkpointing=false")
 
 
@@ -181,6 +184,7 @@ def phases_of(config: Config, *, quick: bool) -> list[Phase]:
 def _plan_phase(variant: PlannedVariant, phase: Phase, cell: Cell, make: MakeCell) -> None:
     config = variant.config
     world, size = config.data_parallel, micro_batch_of(config)
+    phase = replace(phase, accumulation=phase.accumulation * config.parallel.pipeline)  # enough for each schedule
     changed = [*phase_overrides(phase, config), *_batch(size, phase.accumulation)]
     own = replace_overrides(cell.overrides, [*changed, *copy_without_varied(config, variant.directory)])
     single = [text for text in own if not _chooses_strategy(text)]

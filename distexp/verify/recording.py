@@ -4,7 +4,7 @@ import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import hypot
 from operator import attrgetter
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -21,7 +21,7 @@ from distexp.runs.events import Events
 from distexp.strategies.base import EvaluableModel
 from distexp.strategies.optimizer import innermost_optimizer, parameter_groups, trained_parameters
 from distexp.strategies.parallel.tensor import fused_rows, in_original_order
-from distexp.strategies.torch_model import unsharded_weights
+from distexp.strategies.torch_model import pipeline_cut, unsharded_weights
 from distexp.strategies.zero import ds_initialization
 from distexp.system.environment_variables import captured_environment, select_arithmetic
 from distexp.system.files import write_json
@@ -31,6 +31,8 @@ from distexp.verify.arithmetic import Tensors
 from distexp.verify.comparison import TENSORS, rank_file
 from distexp.verify.phases import RunSettings
 from distexp.worker.rank import describe_arithmetic
+
+T = TypeVar("T")
 
 HYPERPARAMETERS = ("lr", "weight_decay", "betas", "eps", "momentum", "decoupled_weight_decay")
 SAMPLED = 2**18
@@ -53,6 +55,8 @@ class TensorReader:
             self.stage = self.engine.zero_optimization_stage()
         self.parameters = {plain_name(name): parameter for name, parameter in self.module.named_parameters()}
         self.masters, self.orders = self._masters(), fused_rows(self.module)
+        self.cut = pipeline_cut(self.module)
+        self.names = [*self._of_all_stages(self.parameters)]
 
     def _masters(self) -> dict[str, nn.Parameter]:
         """Return the fp32 weights by name, if the module computes with copies of them in 16 bits."""
@@ -65,6 +69,10 @@ class TensorReader:
         # The groups of the copies are in the order of those of the masters.
         copies = [copy for group in parameter_groups(self.module, 0.0) for copy in group["params"]]
         return {names[id(copy)]: master for copy, master in zip(copies, updated, strict=True)}
+
+    def _of_all_stages(self, named: Mapping[str, T]) -> Mapping[str, T]:
+        """Return what the workers of a pipeline have by the names of parameters; without one, that of this worker."""
+        return named if self.cut is None else self.cut.merge(named)
 
     def weights(self) -> Tensors:
         """Return the fp32 weights and the persistent buffers."""
@@ -85,24 +93,27 @@ class TensorReader:
             read = attrgetter("grad")
         trained = {name: parameter for name, parameter in self.parameters.items() if parameter.requires_grad}
         pairs = ((name, read(self.masters.get(name, parameter))) for name, parameter in trained.items())
-        found, norms = {}, [0.0]
+        found = {}
         for name, gradient in pairs:
             if gradient is not None:
                 whole = self._full(gradient, name)
-                norms.append(float(torch.linalg.vector_norm(whole, dtype=torch.float64)))
-                found[name] = copied(whole)
-        return found, hypot(*norms)
+                found[name] = (copied(whole), float(torch.linalg.vector_norm(whole, dtype=torch.float64)))
+        everywhere = self._of_all_stages(found)
+        return {name: each for name, (each, _) in everywhere.items()}, hypot(0.0, *(n for _, n in everywhere.values()))
 
     def states(self) -> dict[str, Tensors]:
         """Return the optimizer states of each parameter, by the name of the state."""
         states = getattr(innermost_optimizer(self.optimizer), "state", {})
         if self.stage:
             return self._partitioned_states(states)
-        found: dict[str, Tensors] = {}
+        own: dict[str, Tensors] = {}
         for name, parameter in self.parameters.items():
-            for key, value in states.get(self.masters.get(name, parameter), {}).items():
-                if isinstance(value, Tensor):
-                    found.setdefault(key, {})[name] = copied(self._full(value, name))
+            state = states.get(self.masters.get(name, parameter), {})
+            own[name] = {k: copied(self._full(value, name)) for k, value in state.items() if isinstance(value, Tensor)}
+        found: dict[str, Tensors] = {}
+        for name, tensors in self._of_all_stages(own).items():
+            for key, value in tensors.items():
+                found.setdefault(key, {})[name] = value
         return found
 
     def _partitioned_states(self, states: Mapping[Any, Mapping[str, Any]]) -> dict[str, Tensors]:
@@ -121,19 +132,20 @@ class TensorReader:
             found["step"] = {name: copied(torch.as_tensor(some["step"]).reshape(())) for name, _ in trained}
         return found
 
-    def copies(self) -> Tensors:
-        """Return the whole weights that this rank computes with."""
-        return {
+    def copies(self) -> Mapping[str, Tensor]:
+        """Return the whole weights that this rank, or the workers of its pipeline, compute with."""
+        whole = {
             name: copied(parameter)
             for name, parameter in self.parameters.items()
             if not isinstance(parameter, DTensor) and not hasattr(parameter, "ds_tensor")
         }
+        return self._of_all_stages(whole)
 
     def snapshot(self, gradients: Tensors) -> dict[str, Any]:
         """Return gradients, weights, buffers, states, and what differs between the ranks; a collective."""
         weights, states, device = self.weights(), self.states(), self.device
         flat = {f"{name}: {key}": value for key, named in states.items() for name, value in named.items()}
-        trained = {name: weights[name] for name in self.parameters if name in weights}
+        trained = {name: weights[name] for name in self.names if name in weights}
         differing = {
             "weights": differing_ranks(trained, device) or differing_ranks(self.copies(), device),
             "states": differing_ranks(flat, device),
@@ -151,11 +163,12 @@ class TensorReader:
         # DeepSpeed's optimizers replace the parameters of their groups by flat partitions.
         partitioned = getattr(self.optimizer, "bit16_groups", None) or getattr(self.optimizer, "fp16_groups", None)
         members = partitioned if self.engine is not None and partitioned else [group["params"] for group in groups]
-        return [
+        found = [
             {key: _plain(group[key]) for key in HYPERPARAMETERS if key in group}
             | {"names": [names[id(each)] for each in owned if id(each) in names]}
             for group, owned in zip(groups, members, strict=False)
         ]
+        return found if self.cut is None else self.cut.merge_groups(found, "names")
 
     def _full(self, tensor: Tensor, name: str) -> Tensor:
         local: Any = tensor.to(self.device) if isinstance(tensor, DTensor) else None

@@ -70,8 +70,6 @@ WRONG = {  # command lines, with a part of their message
     "train.gradient_clipping=0": "must be above 0, or null (no clipping)",
     "train=5": "train=5 must be a section: set one of its keys, num_epochs",
     "train.micro_batch_size=[": "train.micro_batch_size=[",
-    "parallel.pipeline=2": "write strategy=fsdp parallel.tensor=2 cluster.workers_per_node=2\n",
-    "parallel.schedule=1f1b": "parallel.schedule is not a key, because this version has ",
     "train.lr=0.1": "train.lr is not a key. Did you mean train.learning_rate?\n",
     "train.batch_size=8": "train.batch_size is not a key. Did you mean train.micro_batch_size?\n",
     "cluster.gpus=2": "cluster.gpus is not a key. Did you mean cluster.workers_per_node?\n",

@@ -113,3 +113,18 @@ def test_the_stored_explanation_knows_the_measured_memory(tmp_path: Path) -> Non
     expected = explain(found)
     assert expected is not None
     assert found.metrics.explanation == expected.to_json()
+
+
+@pytest.mark.parametrize(
+    ("schedule", "bubble"), [("gpipe", "27%"), ("1f1b", "27%"), ("interleaved", "16%"), ("zero_bubble", "0%")]
+)
+def test_the_bubble_of_a_pipeline_is_named_with_what_its_workers_waited(schedule: str, bubble: str) -> None:
+    settings = {"parallel__pipeline": 4, "parallel__schedule": schedule, "train__gradient_accumulation_steps": 8}
+    found = profiled(COMMUNICATION_BOUND, COMMUNICATION_BOUND, train__micro_batch_size=4, **settings)
+    found.metrics.communication = {"by_collective": {"all_reduce": 0.1, "send": 0.1, "recv": 0.2}}
+    sentence = explanation(found).sentence
+    assert f"schedule={schedule} with 4 workers and 8 micro-batches is {bubble} of the step" in sentence
+    assert "Sending and receiving between stages, which includes the bubble, takes 34%." in sentence
+    smaller = "train.micro_batch_size=2 train.gradient_accumulation_steps=16"
+    assert smaller in explanation(found).alternatives
+    assert "bubble" not in explanation(profiled(COMMUNICATION_BOUND)).sentence

@@ -140,7 +140,8 @@ def train_all(cells: list[Path], rank: int) -> None:
         try:
             spec = RunSpec.read(cell)
             parallel = spec.config.parallel
-            own = replace(context, run_dir=cell, tensor=parallel.tensor, slices=parallel.context)
+            degrees = {"tensor": parallel.tensor, "slices": parallel.context, "stages": parallel.pipeline}
+            own = replace(context, run_dir=cell, **degrees)
             record = train(spec, own, Events(cell, enabled=rank == 0))
         except Exception as error:
             (cell / "error.txt").write_text(f"{type(error).__name__}: {error}")

@@ -30,11 +30,11 @@ from distexp.system.units import MIB
 from distexp.training.build import MAX_EPOCHS, lengths_of, token_counts, training_micro_batches
 
 
-def traced_context(config: Config) -> Context:
-    """Return rank 0 of the run, on the device of traced tensors."""
+def traced_context(config: Config, rank: int = 0) -> Context:
+    """Return a rank of the run, by default the first one, on the device of traced tensors."""
     cluster = config.cluster
     return Context(
-        rank=0,
+        rank=rank,
         world_size=cluster.world_size,
         local_rank=0,
         workers_per_node=cluster.workers_per_node or 1,
@@ -43,6 +43,7 @@ def traced_context(config: Config) -> Context:
         run_dir=Path(),
         tensor=config.parallel.tensor,
         slices=config.parallel.context,
+        stages=config.parallel.pipeline,
     )
 
 

@@ -24,7 +24,7 @@ from distexp.hardware.facts import cublas_workspace, gpu_facts
 from distexp.models import attention, objective
 from distexp.models import blueprint as introspection
 from distexp.models.blueprint import Blueprint, BlueprintOfZeros
-from distexp.plan.replay import PlanError, StepTrace
+from distexp.plan.replay import PlanError, StepTrace, replay
 from distexp.plan.trace import compiled, cuda_semantics, traced_run, zero12
 from distexp.plan.trace.recorder import GPU, StorageRecorder, tensors_in
 from distexp.strategies.base import load_strategy
@@ -42,7 +42,10 @@ MICRO_BATCHES = 3
 
 
 def trace_step(config: Config, *, on_gpu: bool = True) -> StepTrace:
-    """Return the allocations of an optimizer step of rank 0. Raise PlanError if it cannot be traced."""
+    """Return the allocations of an optimizer step. Raise PlanError if it cannot be traced.
+
+    They are those of rank 0, or of the worker of a pipeline with the highest peak.
+    """
     started = time.perf_counter()
     images_on_gpu = config.dataset.cache == "gpu"
     config, notes = _prepare(config)
@@ -50,7 +53,9 @@ def trace_step(config: Config, *, on_gpu: bool = True) -> StepTrace:
     try:
         with warnings.catch_warnings(), redirect_stdout(printed):
             warnings.simplefilter("ignore")
-            trace = _record(config, images_on_gpu=images_on_gpu, on_gpu=on_gpu)
+            options = {"images_on_gpu": images_on_gpu, "on_gpu": on_gpu}
+            traces = [_record(config, rank, **options) for rank in range(config.parallel.pipeline)]
+            trace = max(traces, key=lambda each: replay(each.events).peak_allocated) if len(traces) > 1 else traces[0]
     except (PlanError, ConfigError):
         raise
     except Exception as error:
@@ -84,9 +89,9 @@ def _decoded_bytes(samples: Samples) -> int:
     return decoded_bytes(samples)
 
 
-def _record(config: Config, *, images_on_gpu: bool, on_gpu: bool) -> StepTrace:
+def _record(config: Config, rank: int, *, images_on_gpu: bool, on_gpu: bool) -> StepTrace:
     """Build the model, run two steps (three with DDP) and an evaluation if it is needed; return what was recorded."""
-    context = traced_run.traced_context(config)
+    context = traced_run.traced_context(config, rank)
     data = load_data(config, context)
     image_bytes = sum(map(_decoded_bytes, (data.train, data.evaluation))) if images_on_gpu else 0
     batch = traced_run.largest_batch(config, data)
@@ -130,7 +135,7 @@ def _record(config: Config, *, images_on_gpu: bool, on_gpu: bool) -> StepTrace:
             recorder.assign("batch", tensors_in([(batch.inputs, batch.labels) for batch in batches]))
             step.run(batches)
         end = len(recorder.changes)
-        work = recorder.step_work(config.train.gradient_accumulation_steps, MICRO_BATCHES)
+        work = recorder.step_work(config.train.gradient_accumulation_steps, step.most_traced)
         recorder.phase = "evaluation"
         if evaluated is not None:
             step.evaluate(_to_fake(evaluated))
@@ -143,7 +148,8 @@ def _replacements(
     config: Config, context: Context, recorder: StorageRecorder, fake_mode: tensors.FakeMode, *, on_gpu: bool
 ) -> Iterator[AbstractContextManager[Any]]:
     """Yield the contexts that replace what a step needs of the machine: other processes, GPUs and the compiler."""
-    yield collectives.fake_process_group(context.world_size)
+    yield collectives.fake_process_group(context.world_size, context.rank)
+    yield collectives.stages_of_known_shapes()
     if on_gpu:
         yield cuda_semantics.cuda_autocast()
     yield collectives.fsdp_device(GPU)
@@ -176,6 +182,10 @@ class TracedStep:
     ) -> None:
         self.recorder, self.task = recorder, config.model.task
         self.model = _set_up(config, blueprint, context, recorder)
+        # How many micro-batches a pipeline keeps depends on all of them.
+        self.most_traced = config.train.gradient_accumulation_steps if context.stages > 1 else MICRO_BATCHES
+        if context.stages > 1:
+            _mark_passes(self.model, recorder)
         self.is_ddp = isinstance(self.model.module, traced_run.TracedDDP)
         self.model.module.train()
         self.normalizer = torch.ones((), dtype=torch.int64, device=GPU)
@@ -191,7 +201,8 @@ class TracedStep:
 
     def run(self, batches: list[Batch]) -> None:
         """Run one optimizer step."""
-        traced = [*batches[: MICRO_BATCHES - 1], batches[-1]] if len(batches) > MICRO_BATCHES else batches
+        most = self.most_traced
+        traced = [*batches[: most - 1], batches[-1]] if len(batches) > most else batches
         contributions = []
         for position, batch in enumerate(traced, start=1):
             start = len(self.recorder.changes)
@@ -212,6 +223,22 @@ class TracedStep:
         self.model.module.eval()
         with torch.no_grad():
             objective.evaluation_sums(self.task, self.model.forward(batch), batch)
+
+
+def _mark_passes(model: Any, recorder: StorageRecorder) -> None:
+    """Let the recorder know the forward passes of a pipeline. What runs between them are backward passes."""
+    plain = model.compute
+
+    def compute(*arguments: Any) -> Tensor:
+        recorder.phase = "forward"
+        try:
+            computed: Tensor = plain(*arguments)
+        finally:
+            recorder.phase = "backward"
+            recorder.end_forward()
+        return computed
+
+    model.compute = compute
 
 
 class Traceable(Protocol):

@@ -1,6 +1,6 @@
 """Which trainings the section ``parallel`` supports, checked before a worker starts. Nothing here imports torch."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from distexp.config import Command, Config
@@ -30,15 +30,66 @@ EXPERT_TYPES = (
 )
 """The same for ``parallel.expert``, by ``tests/strategies/test_expert.py``."""
 
-TENSOR, CONTEXT, EXPERT = "parallel.tensor", "parallel.context", "parallel.expert"
+PIPELINE_TYPES = (*TENSOR_TYPES, "apertus", "gpt2", "persimmon", "stablelm")
+"""The same for ``parallel.pipeline``, by ``tests/strategies/test_pipeline.py``."""
+
+TENSOR, CONTEXT = "parallel.tensor", "parallel.context"
+EXPERT, PIPELINE = "parallel.expert", "parallel.pipeline"
+
+STAGES_PER_WORKER = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zero_bubble": 2}
+"""Stages that a worker has, by ``parallel.schedule``."""
+
+
+def schedule_of(config: Config) -> str:
+    """Return the order of the micro-batches in a pipeline."""
+    return config.parallel.schedule or "1f1b"
+
+
+def stages_of_worker(worker: int, workers: int, schedule: str) -> tuple[int, ...]:
+    """Return the numbers of the stages of a worker. With ``zero_bubble`` one worker has both ends of the model."""
+    if STAGES_PER_WORKER[schedule] == 1:
+        return (worker,)
+    return (worker, 2 * workers - 1 - worker if schedule == "zero_bubble" else workers + worker)
+
+
+def cut_evenly(first: int, blocks: Sequence[int], last: int, stages: int) -> list[range]:
+    """Return the blocks of each stage, so that the stages have numbers of parameters as equal as possible.
+
+    ``blocks`` has the parameters of each block. ``first`` are those before the blocks, and ``last`` those after them,
+    with the output head. The sum of the squares of the sizes is the smallest one.
+    """
+    sizes = [*blocks]
+    sizes[0], sizes[-1] = sizes[0] + first, sizes[-1] + last
+    # Smallest sum for all blocks up to a number, with the starts of their stages.
+    found: dict[int, tuple[int, list[int]]] = {0: (0, [])}
+    for _ in range(stages):
+        found = {
+            end: min((found[start][0] + sum(sizes[start:end]) ** 2, [*found[start][1], start]) for start in starts)
+            for end in range(1, len(sizes) + 1)
+            if (starts := [start for start in found if start < end])
+        }
+    starts = found[len(sizes)][1]
+    return [range(start, end) for start, end in zip(starts, [*starts[1:], len(sizes)], strict=True)]
+
+
+def bubble_share(workers: int, schedule: str, micro_batches: int) -> float:
+    """Return the share of a step in which a worker of a pipeline has nothing to compute, if all stages take as long.
+
+    The zero bubble schedule fills it with the gradients of weights, if there are enough micro-batches.
+    """
+    if schedule == "zero_bubble" and micro_batches >= 2 * workers - 1:
+        return 0.0
+    return (workers - 1) / (STAGES_PER_WORKER[schedule] * micro_batches + workers - 1)
 
 
 def degrees(config: Config) -> Iterator[tuple[str, str]]:
-    """Yield each way in which workers share layers as it was typed, and what to type instead."""
+    """Yield each way in which workers share a model as it was typed, and what to type instead."""
     shares = config.parallel
-    for key, degree in ((TENSOR, shares.tensor), (CONTEXT, shares.context), (EXPERT, shares.expert)):
+    sharing = {TENSOR: shares.tensor, CONTEXT: shares.context, EXPERT: shares.expert, PIPELINE: shares.pipeline}
+    for key, degree in sharing.items():
         if degree > 1:
-            yield f"{key}={degree}", f"{key}=1"
+            unused = " parallel.schedule=null" if key == PIPELINE and shares.schedule else ""
+            yield f"{key}={degree}", f"{key}=1{unused}"
 
 
 def shares_weights(config: Config) -> bool:
@@ -49,7 +100,8 @@ def shares_weights(config: Config) -> bool:
 def unshared(config: Config) -> tuple[str, ...]:
     """Return the options of speed that ``kernels=fast`` leaves at their reference, because of shared layers."""
     shares = config.parallel
-    return (UNSHARED if any(degrees(config)) else ()) + (("train.logits",) if shares.context > 1 else ())
+    selects_none = max(shares.context, shares.pipeline) > 1
+    return (UNSHARED if any(degrees(config)) else ()) + (("train.logits",) if selects_none else ())
 
 
 def needed_attention(config: Config) -> str | None:
@@ -59,17 +111,21 @@ def needed_attention(config: Config) -> str | None:
 
 def parallel_errors(config: Config) -> Iterator[str]:
     """Yield an error for each setting with which workers cannot share rows, with what to type instead."""
-    parallel = config.parallel
-    if parallel.shares_layers and parallel.context > 1:
+    parallel, found = config.parallel, [*degrees(config)]
+    if parallel.schedule is not None and parallel.pipeline == 1:
         yield (
-            f"parallel.tensor={parallel.tensor} with parallel.context={parallel.context} is not supported: use "
-            f"parallel.context=1, or parallel.tensor=1 parallel.context={parallel.copies}"
+            f"parallel.schedule={parallel.schedule} is the order of the micro-batches in a pipeline, but "
+            f"{PIPELINE}=1: use {PIPELINE}=2, or leave parallel.schedule out"
         )
-        return
     if parallel.expert > 1:
         yield from _expert_errors(config, f"{EXPERT}={parallel.expert}", f"{EXPERT}=1")
         return
-    for typed, alone in degrees(config):
+    if len(found) > 1:
+        (first, first_alone), (second, second_alone), *_ = found
+        instead = f"{second.partition('=')[0]}={parallel.copies}"
+        yield f"{first} with {second} is not supported: use {second_alone}, or {first_alone} {instead}"
+        return
+    for typed, alone in found:
         yield from _errors(config, typed, alone)
 
 
@@ -111,13 +167,21 @@ def _mixture_errors(config: Config, typed: str, alone: str) -> Iterator[str]:
 
 def _errors(config: Config, typed: str, alone: str) -> Iterator[str]:
     degree, per_node = config.parallel.copies, config.cluster.workers_per_node or 1
-    if per_node % degree:
+    if config.parallel.pipeline > 1:
+        if rest := config.cluster.world_size % degree:
+            nodes, larger = config.cluster.nodes, config.cluster.world_size + degree - rest
+            fitting = f"cluster.workers_per_node={larger}" + (" cluster.nodes=1" if nodes > 1 else "")
+            yield f"{typed} must divide the {config.cluster.world_size} workers of the run: use {fitting}, or {alone}"
+    elif per_node % degree:
         larger = -(-per_node // degree) * degree
         yield (
             f"{typed} must divide the workers of a node, cluster.workers_per_node={per_node}, because workers with "
             f"the same rows exchange data in each layer: use cluster.workers_per_node={larger}, or {alone}"
         )
-    further = _unsupported_slices(config) if config.parallel.context > 1 else ()
+    further: Iterable[tuple[str, str]] = _unsupported_slices(config) if config.parallel.context > 1 else ()
+    if config.parallel.pipeline > 1:
+        yield from _schedule_errors(config, alone)
+        further = _unsupported_stages(config)
     for setting, instead in (*_unsupported(config), *further):
         yield f"{typed} is not supported by {setting}: use {instead}, or {alone}"
     yield from _model_errors(config, typed, alone)
@@ -173,10 +237,64 @@ def _unsupported_slices(config: Config) -> Iterator[tuple[str, str]]:
         yield f"model.attention={model.attention} of model={model.name}", "model.attention=sdpa"
 
 
+def _unsupported_stages(config: Config) -> Iterator[tuple[str, str]]:
+    """Yield each further setting that excludes stages, and what to use in its place."""
+    model, data, train = config.model, config.dataset, config.train
+    if not model.traits.is_causal:
+        yield f"model.task={model.task}", "model.task=causal_lm"
+    if train.logits == "targets":  # The number of tokens of the last stage would depend on the batch.
+        yield "train.logits=targets", "train.logits=all"
+    if train.loss == "chunked":
+        yield "train.loss=chunked", "train.loss=full"
+    if train.score_answers:  # Texts grow by one token at a time.
+        yield "train.score_answers=true", "train.score_answers=false"
+    if data.bucketing:
+        yield "dataset.bucketing=true", "dataset.bucketing=false"
+    if "padding" in data.keys and data.padding != "max_length":  # Workers receive tensors of a fixed shape.
+        yield f"dataset.padding={data.padding}", "dataset.padding=max_length"
+    if config.precision.name == "fp16":  # A step that one worker skips would have to be skipped by all.
+        yield "precision=fp16", "precision=bf16"
+    if schedule_of(config) == "zero_bubble" and train.activation_checkpointing:
+        typed = str(train.activation_checkpointing).lower()
+        yield f"parallel.schedule=zero_bubble with train.activation_checkpointing={typed}", "parallel.schedule=1f1b"
+
+
+def _schedule_errors(config: Config, alone: str) -> Iterator[str]:
+    """Yield an error if a step has too few micro-batches for the schedule, or the model too few blocks."""
+    workers, schedule = config.parallel.pipeline, schedule_of(config)
+    micro_batches, key = config.train.gradient_accumulation_steps, "train.gradient_accumulation_steps"
+    typed = f"{PIPELINE}={workers} parallel.schedule={schedule}"
+    if schedule == "1f1b" and micro_batches < workers:
+        yield (
+            f"{typed} needs at least {workers} micro-batches in a step, but {key}={micro_batches}: use "
+            f"{key}={workers}, or parallel.schedule=gpipe"
+        )
+    rounds = max(1, micro_batches // workers)
+    if schedule == "interleaved" and micro_batches % rounds:
+        yield (
+            f"{typed} needs a multiple of {workers} micro-batches in a step, but {key}={micro_batches}: use "
+            f"{key}={-(-micro_batches // workers) * workers}, or parallel.schedule=1f1b"
+        )
+    name, layers = "model.num_layers", config.model.num_layers
+    if config.model._target_ == HUGGING_FACE:
+        name = "num_hidden_layers of the model"
+        layers = {**read_architecture(config.model.name), **config.model.options}.get("num_hidden_layers")
+    stages = workers * STAGES_PER_WORKER[schedule]
+    if layers is not None and layers < stages:
+        most, total = layers // STAGES_PER_WORKER[schedule], config.cluster.world_size
+        fitting = max((degree for degree in range(2, most + 1) if total % degree == 0), default=1)
+        fewer = f"{PIPELINE}={fitting}" if fitting > 1 else alone
+        yield f"{typed} has {stages} stages of at least one block, but {name}={layers}: use {fewer}" + (
+            ", or parallel.schedule=1f1b" if STAGES_PER_WORKER[schedule] > 1 and layers >= workers else ""
+        )
+
+
 def _model_errors(config: Config, typed: str, alone: str) -> Iterator[str]:
     """Yield an error if the layers of a model are not known to be divisible. A worker checks those of custom code."""
     model, degree, is_tensor = config.model, config.parallel.copies, config.parallel.shares_layers
+    is_pipeline = config.parallel.pipeline > 1
     types, compared = (TENSOR_TYPES, "plan for its layers") if is_tensor else (CONTEXT_TYPES, "training of this type")
+    types = PIPELINE_TYPES if is_pipeline else types
     sizes: dict[str, Any] = {"model.num_heads": model.num_heads}
     if model._target_ == HUGGING_FACE:
         found = read_architecture(model.name)
@@ -191,8 +309,10 @@ def _model_errors(config: Config, typed: str, alone: str) -> Iterator[str]:
     elif model._target_ not in (GPT, BLOOM) and (model._target_.startswith("distexp.") or not is_tensor):
         is_own = model._target_.startswith("distexp.")
         reason = "which has no attention to share" if is_own else "whose attention cannot exchange heads"
+        if is_pipeline:
+            reason = "which is not cut into stages"
         yield f"{typed} is not supported by model={model.name}, {reason}: use {alone} strategy=fsdp"
-    for name, size in sizes.items():
+    for name, size in sizes.items() if not is_pipeline else ():
         if isinstance(size, int) and size % degree:
             fitting = max(number for number in range(1, degree) if size % number == 0)
             yield f"{typed} must divide {name}={size}: use {typed.partition('=')[0]}={fitting}"

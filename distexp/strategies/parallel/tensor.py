@@ -41,7 +41,7 @@ FUSED_PARTS = 3
 def plan_of(model: nn.Module) -> Plan:
     """Return how the blocks of a model are cut. Raise ConfigError if the model has no plan, or one of other styles."""
     plan: Plan = getattr(model, "tensor_plan", None) or getattr(model, "_tp_plan", None) or {}
-    if _is_bloom(model):
+    if is_bloom(model):
         from distexp.models import bloom
 
         plan = bloom.TENSOR_PLAN
@@ -60,7 +60,8 @@ def plan_of(model: nn.Module) -> Plan:
     return blocks
 
 
-def _is_bloom(model: nn.Module) -> bool:
+def is_bloom(model: nn.Module) -> bool:
+    """Return whether a model is a BLOOM of transformers, whose blocks return tuples."""
     return getattr(getattr(model, "config", None), "model_type", None) == "bloom"
 
 
@@ -195,7 +196,7 @@ class Cutter:
             self._plan_block(name, block, plan)
         blocks[0][1].register_forward_pre_hook(self.region.start, with_kwargs=True)
         self.last = blocks[-1][1]
-        if _is_bloom(model):
+        if is_bloom(model):
             from distexp.models import bloom
 
             bloom.cut_heads(model, self.region.rank, mesh.size())

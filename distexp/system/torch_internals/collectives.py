@@ -157,14 +157,32 @@ def set_default_timeout(timeout: timedelta) -> None:
 
 
 @contextmanager
-def fake_process_group(world_size: int) -> Iterator[None]:
-    """Make this process rank 0 of a group whose collectives do nothing, during the block."""
+def fake_process_group(world_size: int, rank: int = 0) -> Iterator[None]:
+    """Make this process a rank of a group whose collectives do nothing, during the block."""
     store = private_module("torch.testing._internal.distributed.fake_pg", "FakeStore").FakeStore()
-    torch.distributed.init_process_group("fake", rank=0, world_size=world_size, store=store)
+    torch.distributed.init_process_group("fake", rank=rank, world_size=world_size, store=store)
     try:
         yield
     finally:
         torch.distributed.destroy_process_group()
+
+
+def stages_of_known_shapes() -> AbstractContextManager[None]:
+    """Let the stages of a pipeline rely on the shapes that they were given, without asking others, during the block.
+
+    Since torch 2.13 the workers vote on that, and read the result.
+    """
+    schedules, name = "torch.distributed.pipelining.schedules", "_PipelineSchedule._warmup_p2p"
+    kind = private_module(schedules, "_PipelineSchedule")._PipelineSchedule
+    if not hasattr(kind, "_warmup_p2p"):
+        return nullcontext()
+    mode = private_module("torch.distributed.pipelining._utils", "InferenceMode").InferenceMode.STATIC
+
+    def set_static(schedule: Any, stages: Any, *_: Any, **__: Any) -> None:
+        for stage in stages:
+            stage._inference_mode = mode
+
+    return replaced(schedules, name, lambda _: set_static)
 
 
 def has_several_groups() -> bool:

@@ -220,14 +220,16 @@ def _in_bf16(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def replaced(module_name: str, name: str, wrap: Callable[[Any], Any]) -> Iterator[None]:
-    """Replace a private function of a module by what ``wrap`` returns for it, during the block."""
-    module = private_module(module_name, name)
-    original = getattr(module, name)
-    setattr(module, name, wrap(original))
+    """Replace a private function, or method ``Class.name``, by what ``wrap`` returns for it, during the block."""
+    owner, _, attribute = name.rpartition(".")
+    module = private_module(module_name, owner or attribute)
+    place = getattr(module, owner) if owner else module
+    original = getattr(place, attribute)
+    setattr(place, attribute, wrap(original))
     try:
         yield
     finally:
-        setattr(module, name, original)
+        setattr(place, attribute, original)
 
 
 def private_module(module: str, *names: str) -> Any:

@@ -1,0 +1,231 @@
+"""Pipeline parallelism gives the training of one worker, and everything else is refused before a worker starts.
+
+Two or four workers have different blocks. The micro-batches of a step have different numbers of targets. Updates are
+those of SGD, as in ``test_tensor.py``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from distexp.config import ConfigError
+from distexp.plan.replay import PARTS, replay
+from distexp.plan.trace.tracing import trace_step
+from distexp.runs.record import RunRecord, RunSpec
+from distexp.strategies.parallel.checks import PIPELINE_TYPES
+from distexp.system.units import MIB
+from tests.helpers.runs import HELPERS, resolve_cell
+from tests.helpers.zoo import VOCABULARY, hugging_face, outcomes, train_all, write_config
+
+COMMON = ("train.optimizer=sgd", "train.momentum=0", "train.learning_rate=0.1", "train.gradient_clipping=0.3")
+
+
+def cell(schedule: str, workers: int = 2, groups: int = 1) -> tuple[str, ...]:
+    """Return the overrides of a cell. A step has four micro-batches, of one group or of all."""
+    return (
+        *("strategy=ddp", f"parallel.pipeline={workers}", f"parallel.schedule={schedule}"),
+        *(f"cluster.workers_per_node={workers * groups}", f"train.gradient_accumulation_steps={4 // groups}"),
+    )
+
+
+CELLS: dict[str, tuple[str, ...]] = {
+    "gpipe": cell("gpipe"),
+    "1f1b": cell("1f1b"),
+    "interleaved": cell("interleaved"),
+    "zero_bubble": cell("zero_bubble"),
+    "1f1b_2x2": cell("1f1b", groups=2),
+    "zero_bubble_2x2": cell("zero_bubble", groups=2),
+    "four": cell("1f1b", 4),
+    "gpipe_four": cell("gpipe", 4),
+}
+MODELS: dict[str, dict[str, Mapping[str, Any]]] = {
+    "gpt_tiny": {
+        "plain": {},
+        "tied": {"model.tie_embeddings": True},
+        "unclipped": {"train.gradient_clipping": None},
+        "sdpa": {"model.attention": "sdpa"},
+        "packed": {"model.attention": "sdpa", "dataset.packing": True},
+        "checkpointed": {"train.activation_checkpointing": True},
+        "bf16": {"precision.name": "bf16"},
+        "muon": {"train.optimizer": "muon"},
+    },
+    "bloom_tiny": {"plain": {}, "sdpa": {"model.attention": "sdpa"}},
+}
+
+
+def cells_of(name: str) -> tuple[str, ...]:
+    """Return the cells of a model: all, or some in which the workers have one stage or two, and a group or two."""
+    if name in ("plain", "tied"):
+        return tuple(CELLS)
+    return ("interleaved", "1f1b_2x2", "four") if name == "checkpointed" else ("1f1b", "interleaved", "zero_bubble_2x2")
+
+
+def check(folder: Path, name: str, *cells: str) -> None:
+    found = outcomes(folder, name)
+    assert found.keys() == {*cells}
+    for each, outcome in found.items():
+        assert isinstance(outcome, float), (name, each, outcome)
+        assert outcome < 1e-5, (name, each)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", MODELS)
+def test_own_models_train_as_on_one_worker(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    base = (f"model={model}", f"model.vocab_size={VOCABULARY}", "model.num_layers=5", *COMMON)
+    train_all(tmp_path, base, MODELS[model], CELLS, cells_of)
+    for name in MODELS[model]:
+        check(tmp_path, name, *cells_of(name))
+    alone = RunRecord.read(tmp_path / "plain-1" / "single" / "record.json")
+    for each, options in CELLS.items():
+        record = RunRecord.read(next(tmp_path.glob(f"plain-*/{each}/record.json")))
+        assert record.built is not None
+        assert alone.built is not None
+        workers = 4 if "four" in each else 2
+        built = record.built
+        assert (built.pipeline, f"parallel.schedule={built.schedule}" in options) == (workers, True)
+        assert built.stages is not None
+        assert sum(built.stages) == 5
+        assert len(built.stages) == workers * (2 if each.startswith(("interleaved", "zero")) else 1)
+        assert built.parameters == alone.built.parameters
+        assert record.metrics.padding_share == alone.metrics.padding_share
+    monkeypatch.syspath_prepend(HELPERS)  # of the data set
+    for each in ("gpipe", "1f1b"):
+        check_predicted_memory(tmp_path / "plain-2" / each)
+
+
+def check_predicted_memory(run: Path) -> None:
+    """Check that the traced step keeps the activations of all micro-batches that wait for their backward pass.
+
+    The worker with the highest peak is the one with the output head.
+    """
+    measured = RunRecord.read(run / "record.json").memory["parts"][-1]
+    trace = trace_step(RunSpec.read(run).config, on_gpu=False)
+    curve = replay([replace(event, device="gpu", stream="") for event in trace.events if event.block >= 0]).curve
+    largest = {part: max(point.parts[part] for point in curve) / MIB for part in PARTS}
+    stored = measured["activations_mib"]  # with the probabilities, which are as wide as the vocabulary
+    assert largest["activations"] < stored < largest["activations"] + largest["logits"]
+
+
+@pytest.mark.slow
+def test_all_named_types_train_as_on_one_worker(tmp_path: Path) -> None:
+    models = {kind: {"model.name": str(write_config(tmp_path, kind))} for kind in PIPELINE_TYPES}
+    base = (*hugging_face(tmp_path / "base", "llama"), *COMMON)
+    train_all(tmp_path, base, models, {"1f1b": CELLS["1f1b"]})
+    for kind in PIPELINE_TYPES:
+        check(tmp_path, kind, "1f1b")
+
+
+@pytest.mark.slow
+def test_checkpoints_and_saved_models_are_those_of_the_whole_model(tmp_path: Path) -> None:
+    """Runs with other stages or without any resume the checkpoint of a run, in which two workers share a weight."""
+    adamw = ("train.optimizer=adamw", "train.eps=1e-4", "train.gradient_clipping=0.3", "model.tie_embeddings=true")
+    base = ("model=gpt_tiny", f"model.vocab_size={VOCABULARY}", "model.num_layers=5", *adamw)
+    written = {"train.checkpoint_every": 2, "train.save_model": True}
+    models: dict[str, Mapping[str, Any]] = {
+        "a": written,
+        "b_of_stages": {"train.resume": str(tmp_path / "a-2" / "1f1b" / "checkpoints")},
+        "c_of_one": {"train.resume": str(tmp_path / "a-1" / "single" / "checkpoints")},
+    }
+    cells = {name: CELLS[name] for name in ("1f1b", "zero_bubble", "1f1b_2x2")}
+    cells["ddp"] = ("strategy=ddp", "train.gradient_accumulation_steps=2")
+    train_all(tmp_path, base, models, cells)
+    for name in models:
+        check(tmp_path, name, *cells)
+        assert RunRecord.read(tmp_path / f"{name}-2" / "1f1b" / "record.json").status == "completed"
+    for name in ("b_of_stages", "c_of_one"):
+        logs = "".join(log.read_text() for log in tmp_path.glob(f"{name}-*/rank_0.log"))
+        assert logs.count("resuming from step 2 of ") == 1 + len(cells)
+    first, *others = (load_file(path) for path in sorted(tmp_path.glob("a-*/*/model/model.safetensors")))
+    assert len(others) == len(cells)
+    for other in others:
+        assert other.keys() == first.keys()
+        assert all(torch.allclose(other[name], first[name], rtol=0, atol=1e-5) for name in first)
+
+
+BASE = (
+    *("model=gpt_tiny", "dataset=synthetic", "strategy=ddp", "cluster.device=cpu", "cluster.workers_per_node=2"),
+    "train.gradient_accumulation_steps=4",
+)
+TWO, INSTEAD = "parallel.pipeline=2", "parallel.pipeline=1"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message", "fixed"),
+    [
+        (("strategy=single",), "not supported by strategy=single", ("strategy=ddp",)),
+        (("strategy=deepspeed",), "not supported by strategy=deepspeed", ("strategy=ddp",)),
+        (("strategy=fsdp",), "not supported by strategy=fsdp: choose strategy=ddp", ("strategy=ddp",)),
+        (("cluster.workers_per_node=3",), "the 3 workers of the run: use", ("cluster.workers_per_node=4",)),
+        (
+            ("parallel.tensor=2", "cluster.workers_per_node=4"),
+            "parallel.tensor=2 with parallel.pipeline=2 is not supported: use parallel.pipeline=1, or",
+            ("parallel.tensor=1", "parallel.pipeline=2"),
+        ),
+        (("parallel.context=2", "cluster.workers_per_node=4"), "parallel.context=2 with", ("parallel.context=1",)),
+        (("parallel.pipeline=1", "parallel.schedule=gpipe"), "order of the micro-batches in a pipeline", (TWO,)),
+        (("adapter=lora",), "adapter=lora: use adapter=none", ("adapter=none",)),
+        (("engine=hf_trainer",), "engine=hf_trainer: use engine=native", ("engine=native",)),
+        (("train.compile=true",), "train.compile=blocks: use train.compile=false", ("train.compile=false",)),
+        (("model.dropout=0.1",), "model.dropout=0.1: use model.dropout=0", ("model.dropout=0",)),
+        (("train.logits=targets",), "=targets: use train.logits=all", ("train.logits=all",)),
+        (("train.loss=chunked",), "=chunked: use train.loss=full", ("train.loss=full",)),
+        (("precision=fp16",), "precision=fp16: use precision=bf16", ("precision=bf16",)),
+        (
+            ("dataset.padding=longest",),
+            "padding=longest: use dataset.padding=max_length",
+            ("dataset.padding=max_length",),
+        ),
+        (("ddp.communication=bf16",), "ddp.communication=bf16 has no effect", ("ddp.communication=fp32",)),
+        (("train.gradient_accumulation_steps=1",), "needs at least 2 micro-batches", ("parallel.schedule=gpipe",)),
+        (
+            ("parallel.schedule=interleaved", "train.gradient_accumulation_steps=5", "model.num_layers=4"),
+            "needs a multiple of 2 micro-batches in a step, but train.gradient_accumulation_steps=5: use",
+            ("train.gradient_accumulation_steps=6",),
+        ),
+        (("parallel.schedule=zero_bubble",), "has 4 stages of at least one block", ("parallel.schedule=1f1b",)),
+        (("parallel.pipeline=4", "cluster.workers_per_node=4"), "model.num_layers=2: use parallel.pipeline=2", (TWO,)),
+        (
+            ("parallel.schedule=zero_bubble", "model.num_layers=4", "train.activation_checkpointing=true"),
+            "activation_checkpointing=true: use parallel.schedule=1f1b",
+            ("parallel.schedule=1f1b",),
+        ),
+        (("model=resnet_tiny", "dataset=tinyimagenet_sample"), "which is not cut into stages", (INSTEAD,)),
+    ],
+)
+def test_what_is_not_supported_is_refused_with_what_to_type(
+    overrides: tuple[str, ...], message: str, fixed: tuple[str, ...]
+) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        resolve_cell(*BASE, TWO, *overrides)
+    assert resolve_cell(*BASE, TWO, *overrides, *fixed)
+
+
+@pytest.mark.parametrize("command", ["choose", "forecast"])
+def test_commands_that_cannot_model_stages_refuse(command: str) -> None:
+    with pytest.raises(ConfigError, match=f"not supported by distexp {command}"):
+        resolve_cell(*BASE, TWO, f"command={command}")
+
+
+def test_models_of_transformers_are_checked_before_a_worker_starts(tmp_path: Path) -> None:
+    def resolve(kind: str, *overrides: str) -> None:
+        hub = ("dataset=synthetic", "strategy=ddp", "cluster.device=cpu", *hugging_face(tmp_path / kind, kind))
+        resolve_cell(*hub, "cluster.workers_per_node=4", "train.gradient_accumulation_steps=4", *overrides)
+
+    with pytest.raises(ConfigError, match=r"\(mamba\), because no training .* use parallel.pipeline=1"):
+        resolve("mamba", TWO)
+    with pytest.raises(ConfigError, match=r"num_hidden_layers of the model=2: use parallel\.pipeline=2"):
+        resolve("llama", "parallel.pipeline=4")
+    resolve("mistral", TWO)
+
+
+def test_fast_kernels_keep_what_stages_support() -> None:
+    train_config = resolve_cell(*BASE, TWO, "kernels=fast").train
+    assert (train_config.compiled, train_config.loss, train_config.logits) == ("none", "full", "all")
