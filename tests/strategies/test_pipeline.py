@@ -20,7 +20,7 @@ from distexp.config import ConfigError
 from distexp.plan.replay import PARTS, replay
 from distexp.plan.trace.tracing import trace_step
 from distexp.runs.record import RunRecord, RunSpec
-from distexp.strategies.parallel.checks import PIPELINE_TYPES
+from distexp.strategies.parallel.checks import PIPELINE_TYPES, cut_evenly
 from distexp.system.units import MIB
 from tests.helpers.runs import HELPERS, resolve_cell
 from tests.helpers.zoo import VOCABULARY, hugging_face, outcomes, train_all, write_config
@@ -170,6 +170,7 @@ TWO, INSTEAD = "parallel.pipeline=2", "parallel.pipeline=1"
             ("parallel.tensor=1", "parallel.pipeline=2"),
         ),
         (("parallel.context=2", "cluster.workers_per_node=4"), "parallel.context=2 with", ("parallel.context=1",)),
+        (("parallel.expert=2",), "parallel.expert=2 with parallel.pipeline=2 is not", ("parallel.expert=1",)),
         (("parallel.pipeline=1", "parallel.schedule=gpipe"), "order of the micro-batches in a pipeline", (TWO,)),
         (("adapter=lora",), "adapter=lora: use adapter=none", ("adapter=none",)),
         (("engine=hf_trainer",), "engine=hf_trainer: use engine=native", ("engine=native",)),
@@ -224,6 +225,23 @@ def test_models_of_transformers_are_checked_before_a_worker_starts(tmp_path: Pat
     with pytest.raises(ConfigError, match=r"num_hidden_layers of the model=2: use parallel\.pipeline=2"):
         resolve("llama", "parallel.pipeline=4")
     resolve("mistral", TWO)
+
+
+@pytest.mark.parametrize(
+    ("first", "blocks", "last", "stages", "cut"),
+    [
+        (0, [5] * 6, 0, 3, [2, 2, 2]),
+        (10, [5] * 6, 12, 3, [1, 4, 1]),  # embedding and output head are as large as two blocks
+        (0, [5] * 5, 1, 2, [3, 2]),
+        (100, [1, 1], 100, 2, [1, 1]),
+    ],
+)
+def test_stages_have_numbers_of_parameters_as_equal_as_possible(
+    first: int, blocks: list[int], last: int, stages: int, cut: list[int]
+) -> None:
+    found = cut_evenly(first, blocks, last, stages)
+    assert [len(each) for each in found] == cut
+    assert [number for each in found for number in each] == [*range(len(blocks))]
 
 
 def test_fast_kernels_keep_what_stages_support() -> None:

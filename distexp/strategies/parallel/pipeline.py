@@ -133,7 +133,7 @@ class PipelineCut:
         outputs = self.model(**inputs)
         sent, self.received, self.sent = self.sent, None, None
         assert sent is not None, "a stage has blocks"
-        return outputs if stage == self.last else sent.float()  # Others expect fp32, whatever autocast returns.
+        return outputs if stage == self.last else sent.float()  # Others expect fp32, also with autocast.
 
     def materialize(self, blueprint: Blueprint) -> None:
         """Give this worker the weights of its stages, module by module; a collective."""
