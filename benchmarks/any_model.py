@@ -92,10 +92,7 @@ def measure(loop: str, model: str, options: argparse.Namespace, folder: Path, ti
 
 def our_command(settings: dict[str, Any], overrides: list[str], folder: Path) -> list[str]:
     """Return the command of distexp."""
-    steps, rows = (
-        settings["warmup"] + settings["steps"],
-        settings["micro_batch"] * settings["workers"] // settings["tensor"],
-    )
+    steps, groups = settings["warmup"] + settings["steps"], settings["workers"] // settings["tensor"]
     own = [
         "model=hf",
         f"model.name={settings['model']}",

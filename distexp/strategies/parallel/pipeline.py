@@ -265,6 +265,13 @@ class Stage(nn.Module):
         return self.compute(received, self.position - 1)
 
 
+class _PlacedStage(pipelining.PipelineStage):
+    """A stage whose first messages, before torch 2.13, do not go to its own worker, which Gloo refuses."""
+
+    def _get_init_p2p_neighbors_ops(self) -> list[Any]:
+        return [each for each in super()._get_init_p2p_neighbors_ops() if each.group_peer != self.group_rank]
+
+
 class PipelineModel(TorchModel):
     """A model in stages: the last micro-batch of a step starts the schedule for all of them."""
 
@@ -328,12 +335,12 @@ class PipelineModel(TorchModel):
             self.schedules[shape] = (kind(placed[0] if is_single else placed, shape[0], **options), stages)
         return self.schedules[shape]
 
-    def _place(self, stage: Stage, number: int, shape: Sequence[int]) -> pipelining.PipelineStage:
+    def _place(self, stage: Stage, number: int, shape: Sequence[int]) -> _PlacedStage:
         """Return a stage in its pipeline, for micro-batches of a shape (batch, length). Given shapes need no trial."""
         cut = self.cut
         hidden = torch.empty(*shape, cut.width, device="meta", requires_grad=True)
         loss = torch.empty(1, device="meta", requires_grad=True)
-        return pipelining.PipelineStage(
+        return _PlacedStage(
             stage,
             number,
             cut.last + 1,
