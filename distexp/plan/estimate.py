@@ -12,7 +12,7 @@ from distexp.resolve.resources import launcher_traits, parameter_count, ties_emb
 from distexp.runs.memory_trace import BYTES_PER_VALUE, MOMENTS, States, states_per_parameter
 from distexp.runs.record_sections import Built
 from distexp.strategies.base import load_strategy
-from distexp.strategies.parallel.checks import shares_weights
+from distexp.strategies.parallel.checks import STAGES_PER_WORKER, schedule_of, shares_weights
 from distexp.strategies.traits import GPU_ERROR_BOUND, UNMEASURED_ON_CPUS, CpuMemory
 from distexp.system.units import MIB
 
@@ -85,14 +85,18 @@ def make_estimate(config: Config) -> Estimate:
     return replace(found, flops=work.flops, written_mib=_mib(work.written))
 
 
-def not_compared(config: Config) -> str:
-    """Return what was not compared with runs, as the start of a reason; empty if everything was."""
-    what = "workers with the same rows (section parallel)" if config.parallel.copies > 1 else ""
-    if config.parallel.expert > 1:
+def unknown_error(config: Config, *, on_gpu: bool) -> str:
+    """Return why the error of a prediction is not known, by ``docs/results/model-parallel.md``; empty if it is."""
+    shares, what = config.parallel, ""
+    if on_gpu and shares.pipeline > 1 and STAGES_PER_WORKER[schedule_of(config)] > 1:
+        return f"parallel.schedule={schedule_of(config)} reserved up to 16 % more memory than predicted on GPUs"
+    if shares.expert > 1:
         what = "parallel.expert, which assume that all experts get equally many tokens,"
-    elif not what and config.train.activation_checkpointing == "selective":
+    elif shares.copies > 1 and not on_gpu:
+        what = "workers with the same rows (section parallel)"
+    elif config.train.activation_checkpointing == "selective" and not on_gpu:
         what = "train.activation_checkpointing=selective"
-    return f"predictions of {what} were not compared with runs on " if what else ""
+    return f"predictions of {what} were not compared with runs on {'GPUs' if on_gpu else 'CPUs'}" if what else ""
 
 
 def _gpu_estimate(config: Config, trace: StepTrace) -> Estimate:
@@ -103,8 +107,8 @@ def _gpu_estimate(config: Config, trace: StepTrace) -> Estimate:
             "compared on a GPU for strategy=single in bf16 only, where they need the same"
         )
         trace = replace(trace, notes=(*trace.notes, note))
-    if reason := not_compared(config):
-        trace = replace(trace, notes=(*trace.notes, f"no verdict: {reason}GPUs"))
+    if reason := unknown_error(config, on_gpu=True):
+        trace = replace(trace, notes=(*trace.notes, f"no verdict: {reason}"))
     found = estimate_of(trace, load_strategy(config).overhead_mib(config), host_mib)
     return replace(found, error_bound=gpu_error_bound(config))
 
@@ -221,7 +225,7 @@ COMPILED = 0.08  # ``train.compile``: the prediction was up to 7 % less than the
 
 def gpu_error_bound(config: Config) -> float | None:
     """Return the largest relative error of the required GPU memory, from ``docs/results/plan.md``; None if unknown."""
-    if not_compared(config):
+    if unknown_error(config, on_gpu=True):
         return None
     # The replay of the order of allocations is not exact in some cases. The allocated peak always is.
     return COMPILED if config.train.compiled != "none" else load_strategy(config).gpu_memory_error(config)
@@ -273,8 +277,8 @@ def simulated_nodes(config: Config) -> int:
 
 def reason_not_measured(config: Config) -> str:
     """Return why the error of a prediction on CPUs is not known; empty if it is."""
-    if reason := not_compared(config):
-        return f"{reason}CPUs"
+    if reason := unknown_error(config, on_gpu=False):
+        return reason
     if reason := load_strategy(config).unmeasured_on_cpus(config):
         return reason
     if config.train.compiled != "none":

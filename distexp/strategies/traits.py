@@ -178,7 +178,9 @@ class Traits:
         workers, degree = config.cluster.world_size, setting(config, "parallel.tensor") or 1
         # With two axes, the mesh has two more communicators. That they need as much as the first is an assumption.
         axes = sum(size > 1 for size in (degree, workers // degree)) if degree > 1 else 0
-        axes += sum((setting(config, f"parallel.{name}") or 1) > 1 for name in ("context", "pipeline"))
+        axes += (setting(config, "parallel.context") or 1) > 1
+        # Stages have a group, and messages: 850 MiB in docs/results/pipeline_h200.json.
+        axes += 3 * ((setting(config, "parallel.pipeline") or 1) > 1)
         if (degree := setting(config, "parallel.expert") or 1) > 1:  # the tokens, and the gradients of the experts
             axes += 1 + (workers > degree)
         return known * (1 + axes) if workers > 1 else 0.0
