@@ -214,7 +214,7 @@ def _unsupported(config: Config) -> Iterator[tuple[str, str]]:
     if config.model._target_ == BLOOM and config.model.attention == "flex":
         yield "model.attention=flex of a BLOOM", "model.attention=sdpa"
     if config.command in (Command.CHOOSE, Command.FORECAST):
-        yield f"distexp {config.command}, which has no model of its collectives", "distexp train or distexp verify"
+        yield f"distexp {config.command}, which has no model of its collectives", "distexp run or distexp verify"
 
 
 def _unsupported_slices(config: Config) -> Iterator[tuple[str, str]]:
