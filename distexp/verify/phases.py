@@ -132,14 +132,6 @@ class RunSettings:
 
 
 @dataclass
-class PlannedPhase:
-    """A phase of one variant, with its run directories. A directory is shared by variants with the same reference."""
-
-    phase: Phase
-    directories: dict[str, Path]  # by the role
-
-
-@dataclass
 class PlannedVariant:
     """A configuration to verify, with its phases."""
 
@@ -147,12 +139,13 @@ class PlannedVariant:
     config: Config
     command: str  # that repeats it
     directory: Path
-    phases: list[PlannedPhase] = field(default_factory=list)
+    phases: list[dict[str, Any]] = field(default_factory=list)  # name, what it adds, and run directories by role
     skipped: dict[str, str] = field(default_factory=dict)  # why a phase is left out, by its name
 
     def run_dirs(self, *roles: str) -> list[Path]:
         """Return the run directories of some roles."""
-        return [path for phase in self.phases for role, path in phase.directories.items() if role in roles]
+        found = (item for phase in self.phases for item in phase["directories"].items())
+        return [Path(path) for role, path in found if role in roles]
 
 
 def plan_variant(cell: Cell, label: str, directory: Path, make: MakeCell, *, quick: bool) -> PlannedVariant:
@@ -209,7 +202,8 @@ def _plan_phase(variant: PlannedVariant, phase: Phase, cell: Cell, make: MakeCel
     )
     written = {role: _write_run(one, replace(settings, role=role), variant.directory) for role, one in made.items()}
     resumed = {"resumed": _add_resumed(written["variant"])} if phase.resumes else {}
-    variant.phases.append(PlannedPhase(phase, written | resumed))
+    directories = {role: str(path) for role, path in (written | resumed).items()}
+    variant.phases.append({"name": phase.name, "adds": phase.adds, "directories": directories})
 
 
 def phase_overrides(phase: Phase, config: Config) -> list[str]:
@@ -296,16 +290,3 @@ def labels_of(cells: Sequence[Cell]) -> list[str]:
         further = [text for key, text in named.items() if not _chooses_strategy(text) or "." in key or key == "engine"]
         found.append(" ".join([name, *(format_override(text).lstrip("+") for text in further)]))
     return found
-
-
-def as_json(variant: PlannedVariant) -> dict[str, Any]:
-    """Return what the process that compares needs to know about a variant."""
-    phases = [
-        {
-            "name": planned.phase.name,
-            "adds": planned.phase.adds,
-            "directories": {role: str(path) for role, path in planned.directories.items()},
-        }
-        for planned in variant.phases
-    ]
-    return {"directory": str(variant.directory), "skipped": variant.skipped, "phases": phases}
