@@ -116,7 +116,9 @@ def _delete(folder: Path) -> None:
     sweep, name = folder.absolute().parent / COMMAND, folder.resolve().name
     command = read_or_none(sweep)
     if isinstance(command, dict) and name.isdecimal():  # so that distexp status does not call it "not started"
+        times = sweep.stat()
         write_json(sweep, {**command, "deleted": [*command.get("deleted", ()), name]})
+        os.utime(sweep, ns=(times.st_atime_ns, times.st_mtime_ns))  # when the sweep was started
 
 
 if __name__ == "__main__":

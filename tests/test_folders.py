@@ -44,7 +44,9 @@ def test_a_folder_is_deleted_only_after_a_yes(sweep: Path, capsys: pytest.Captur
 
 
 def test_a_sweep_and_a_run_in_it_are_deleted(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    started = (sweep / "command.json").stat().st_mtime_ns
     assert main(["rm", "--yes", "sweep/1"]) == 0
+    assert (sweep / "command.json").stat().st_mtime_ns == started  # for the order of distexp ls
     assert sorted(path.name for path in sweep.iterdir()) == ["0", "command.json"]
     capsys.readouterr()
     assert main(["status", "sweep"]) == 0
