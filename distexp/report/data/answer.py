@@ -276,10 +276,10 @@ def _best_tile(overview: Overview, name: str, title: str, what: str, unit: str) 
     unknown = [group.label for group in overview.groups if group.disturbance and group.completed]
     is_compared = len(group_by_task([group for group in overview.groups if group.completed])) == 1
     if is_compared and name == SPEED and unknown and sum(len(one.ranked) for one in rankings) < 2:
-        is_only = len(overview.groups) == 1
-        name, value = (what.removeprefix(": ") or "speed", "not known") if is_only else (title + what, "not decided")
-        detail = "another program slowed the run down" if is_only else f"the speed of {name_runs(unknown)} is not known"
-        yield Tile(name, value, detail)
+        if len(overview.groups) == 1:
+            yield Tile(what.removeprefix(": ") or "speed", "not known", "another program slowed the run down")
+        else:
+            yield Tile(title + what, "not decided", f"the speed of {name_runs(unknown)} is not known")
         return
     if len(rankings) != 1:
         return
