@@ -213,7 +213,7 @@ def global_batch(settings: Mapping[str, Any]) -> int | None:
     factors = [settings.get(name) for name in ("micro_batch_size", "gradient_accumulation_steps", WORKERS)]
     if not all(factors):
         return None
-    degrees = {spec.name: settings.get(f"parallel.{spec.name}") or 1 for spec in fields(ParallelConfig)}
+    degrees: dict[str, Any] = {spec.name: settings.get(f"parallel.{spec.name}") or 1 for spec in fields(ParallelConfig)}
     return math.prod(int(factor) for factor in factors if factor) // ParallelConfig(**degrees).copies
 
 
