@@ -208,20 +208,12 @@ def _plan_phase(variant: PlannedVariant, phase: Phase, cell: Cell, make: MakeCel
 
 def phase_overrides(phase: Phase, config: Config) -> list[str]:
     """Return the overrides of a phase, without its batch."""
-    found = [
-        *COMMON,
-        f"train.max_steps={phase.steps * phase.epochs}",
-        f"train.num_epochs={phase.epochs}",
-        *([LEARNING_RATE] if phase.keeps_optimizer else []),
-    ]
-    if phase.keeps_optimizer and config.train.optimizer == "sgd":
-        found.append("train.momentum=0.9")
-    for key, size, own in (
-        ("train_size", TRAIN_SIZE, config.dataset.train_size),
-        ("eval_size", EVAL_SIZE, config.dataset.eval_size),
-    ):
+    found = [*COMMON, f"train.max_steps={phase.steps * phase.epochs}", f"train.num_epochs={phase.epochs}"]
+    if phase.keeps_optimizer:
+        found += [LEARNING_RATE, *(["train.momentum=0.9"] if config.train.optimizer == "sgd" else [])]
+    for key, size in (("train_size", TRAIN_SIZE), ("eval_size", EVAL_SIZE)):
         if key in config.dataset.keys:
-            found.append(f"dataset.{key}={min(size, own or size)}")
+            found.append(f"dataset.{key}={min(size, getattr(config.dataset, key) or size)}")
     if "dropout" in config.model.keys:  # Each worker has other random numbers.
         found.append("model.dropout=0")
     shared = [SHARED_EPS] if phase.keeps_optimizer and config.parallel.copies > 1 else []
@@ -230,10 +222,8 @@ def phase_overrides(phase: Phase, config: Config) -> list[str]:
 
 def _chooses_strategy(override: str) -> bool:
     """Return whether an override is about the strategy, the trainer or the kernels of the variant."""
-    key = key_of(override)
-    section = key.partition(".")[0]
     own = {"strategy", "parallel", "engine", "offload", *strategy_groups(), *strategy_sections()}
-    return section in own or key in speed_references()
+    return (key := key_of(override)).partition(".")[0] in own or key in speed_references()
 
 
 def micro_batch_of(config: Config) -> int:
