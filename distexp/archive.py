@@ -15,7 +15,7 @@ from pathlib import Path
 from distexp.config import ConfigError
 from distexp.config.overrides import format_count, shell_quote
 from distexp.exceptions import run_until_pipe_closes
-from distexp.runs.run_dir import CHECKPOINTS, LOCK, MODEL, SNAPSHOT, SWEEP_LOCK
+from distexp.runs.run_dir import CHECKPOINTS, COMMAND, LOCK, MODEL, SNAPSHOT, SWEEP_LOCK
 from distexp.status import read_ended_runs
 from distexp.system.files import printable
 from distexp.system.units import MIB, format_memory
@@ -35,12 +35,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "checkpoints and weights. 'distexp report' works on the unpacked folder.",
     )
     parser.add_argument("directory", type=Path, metavar="DIR", help="directory of a sweep or a run")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="default: NAME_OF_DIR.tar.gz in the current folder")
+    default = "default: NAME_OF_DIR.tar.gz in the current folder, or SWEEP-RUN.tar.gz for a run of a sweep"
+    parser.add_argument("--output", type=Path, metavar="FILE", help=default)
     options = parser.parse_args(arguments)
     folder = options.directory
     read_ended_runs(folder)
-    name = folder.resolve().name
+    name = _name(folder.resolve())
     target = options.output or Path(f"{name}.tar.gz")
+    if target.is_dir():
+        raise ConfigError(f"--output {target} is a folder: give a file, as in --output {target / name}.tar.gz")
+    if not target.parent.is_dir():
+        raise ConfigError(f"--output {target}: there is no folder {target.parent}: make it, or give another file")
     if target.exists() or target.is_symlink():
         raise ConfigError(f"{target} exists already, and is not overwritten: remove it, or add --output FILE")
     if target.resolve().is_relative_to(folder.resolve()):
@@ -54,6 +59,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"left out: {', '.join(listed)}")
     print(f"to unpack: tar xzf {shell_quote(str(target))}")
     return 0
+
+
+def _name(folder: Path) -> str:
+    """Return the name of a sweep, or that of a run behind the name of its sweep: ``lr-0``."""
+    is_in_sweep = not (folder / COMMAND).is_file() and (folder.parent / COMMAND).is_file()
+    return f"{folder.parent.name}-{folder.name}" if is_in_sweep else folder.name
 
 
 def _write(folder: Path, name: str, target: Path, left_out: Counter[str]) -> int:

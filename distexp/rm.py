@@ -17,7 +17,8 @@ from distexp.exceptions import run_until_pipe_closes
 from distexp.runs import attempts, run_dir
 from distexp.runs.run_dir import COMMAND, PROOF, SPEC
 from distexp.status import read_ended_runs
-from distexp.system.files import printable, read_or_none, walk
+from distexp.system.files import printable, read_or_none, walk, write_json
+from distexp.system.silence import set_step
 from distexp.system.units import MIB, format_memory
 
 MAX_NAMES = 5  # names of foreign files that are shown
@@ -41,6 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(_description(folder))
     if not options.yes and not _confirms(folders):
         return 1
+    set_step("deleting")  # The time that the user took to answer does not count.
     for folder in folders:
         _delete(folder)
         print(f"deleted: {printable(str(folder))}")
@@ -111,6 +113,12 @@ def _delete(folder: Path) -> None:
         if owner is not None:
             raise ConfigError(f"{folder} was not deleted: {owner} uses it")
         shutil.rmtree(folder)
+    sweep, name = folder.absolute().parent / COMMAND, folder.resolve().name
+    command = read_or_none(sweep)
+    if isinstance(command, dict) and name.isdecimal():  # so that distexp status does not call it "not started"
+        times = sweep.stat()
+        write_json(sweep, {**command, "deleted": [*command.get("deleted", ()), name]})
+        os.utime(sweep, ns=(times.st_atime_ns, times.st_mtime_ns))  # when the sweep was started
 
 
 if __name__ == "__main__":

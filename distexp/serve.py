@@ -62,7 +62,7 @@ FILE_POLICY = "default-src 'none'; style-src 'unsafe-inline'; sandbox"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Serve the page until Ctrl-C, and return 0; 1 if the port is taken, 2 if DIR is not a sweep."""
+    """Serve the page until Ctrl-C, and return 0; 1 if the port is taken, 2 if it is no port or DIR is not a sweep."""
     parser = argparse.ArgumentParser(
         prog="distexp serve",
         description="Show the report page of a sweep in a browser on this machine, live while runs are running. "
@@ -80,7 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (OSError, OverflowError) as error:
         reason = describe_os_error(error) if isinstance(error, OSError) else "it must be from 0 to 65535"
         print(f"distexp: --port {options.port}: {reason}: give another one, or leave it out", file=sys.stderr)
-        return 1
+        return 1 if isinstance(error, OSError) else 2
     try:
         print(f"{server.address}\nCtrl-C ends it. The runs continue.", flush=True)
         set_step("serving")

@@ -153,6 +153,8 @@ def read_ended_runs(folder: Path) -> FolderStates:
     shown = printable(str(folder))
     if folder.is_symlink():
         raise ConfigError(f"{shown} is a link: give the folder to which it leads, {printable(os.readlink(folder))}")
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"{shown} is a file: give the folder of a sweep or a run")
     if not folder.is_dir():
         raise ConfigError(f"{shown}: no such folder. 'distexp ls' lists the sweeps")
     if not any((folder / name).is_file() for name in (COMMAND, SPEC, RECORD)):
@@ -188,14 +190,21 @@ def read_sweep(directory: Path, existing: Sequence[ExistingRun]) -> SweepStates:
 
 
 def not_started(sweep: SweepStates) -> Iterator[str]:
-    """Yield ``8 not started`` if the sweep has more cells than runs, with the command unless others are active."""
-    cells = read_or_none(sweep.directory / COMMAND, "cells")
+    """Yield ``8 not started`` if the sweep has more cells than runs, with the command unless others are active.
+
+    Runs that ``distexp rm`` has deleted are named apart.
+    """
+    cells, removed = (read_or_none(sweep.directory / COMMAND, key) for key in ("cells", "deleted"))
     if not matches(cells, int):
         return
-    left = cells - len(sweep.runs)
+    names = set(removed) if matches(removed, list[str]) else set()
+    deleted = sum(not (sweep.directory / name).exists() for name in names)
+    left, again = cells - len(sweep.runs) - deleted, suggest_command("resume", sweep.directory)
+    if deleted > 0:
+        yield f"{deleted} deleted: {again} runs {'it' if deleted == 1 else 'them'} again"
     if left > 0:
         active = any(run.is_active for run in sweep.runs)
-        yield f"{left} not started" + (" yet" if active else f": {suggest_command('resume', sweep.directory)}")
+        yield f"{left} not started" + (" yet" if active else f": {again}")
 
 
 if __name__ == "__main__":

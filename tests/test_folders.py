@@ -44,8 +44,14 @@ def test_a_folder_is_deleted_only_after_a_yes(sweep: Path, capsys: pytest.Captur
 
 
 def test_a_sweep_and_a_run_in_it_are_deleted(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    started = (sweep / "command.json").stat().st_mtime_ns
     assert main(["rm", "--yes", "sweep/1"]) == 0
+    assert (sweep / "command.json").stat().st_mtime_ns == started  # for the order of distexp ls
     assert sorted(path.name for path in sweep.iterdir()) == ["0", "command.json"]
+    capsys.readouterr()
+    assert main(["status", "sweep"]) == 0
+    hint = f"1 deleted: distexp resume {sweep.absolute()} runs it again\n"
+    assert capsys.readouterr().out.endswith(f"1 completed\n{hint}")
     assert main(["rm", "--yes", "sweep/0", "sweep"]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == "deleted: sweep"
     assert not sweep.exists()
@@ -66,6 +72,7 @@ def test_a_running_run_and_other_folders_are_refused(
         "sweep/2": "sweep/2: run 0 running. Wait for the end, or type distexp status sweep/2 first",
         "notes": "notes is not the folder of a sweep or a run of distexp: distexp ls notes lists the sweeps below it",
         "link": "link is a link: give the folder to which it leads, sweep",
+        "link/command.json": "link/command.json is a file: give the folder of a sweep or a run",
         "missing": "missing: no such folder. 'distexp ls' lists the sweeps",
     }
     for folder, text in texts.items():
@@ -117,3 +124,14 @@ def test_the_report_of_an_unpacked_archive_is_that_of_the_sweep(
     assert capsys.readouterr().out == shown
     assert main(["archive", "sweep", "--output", "sweep/inside.tar.gz"]) == 2
     assert "would be inside of sweep" in capsys.readouterr().err
+
+
+def test_the_archive_of_a_run_is_named_after_its_sweep(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("to").mkdir()
+    for output, hint in (("to", "as in --output to/sweep-0.tar.gz"), ("no/file", "there is no folder no: make it")):
+        assert main(["archive", "sweep/0", "--output", output]) == 2
+        assert hint in capsys.readouterr().err
+    assert main(["archive", "sweep/0"]) == 0
+    assert capsys.readouterr().out.startswith("written: sweep-0.tar.gz, ")
+    with tarfile.open("sweep-0.tar.gz") as archive:
+        assert {name.partition("/")[0] for name in archive.getnames()} == {"sweep-0"}

@@ -70,7 +70,8 @@ def test_the_wheel_holds_the_package_its_options_and_its_plugin(built: tuple[Pat
     ours = {
         Path("distexp/conf", path.relative_to(REPOSITORY / "conf")) for path in (REPOSITORY / "conf").rglob("*.yaml")
     }
-    ours |= {Path("distexp/report/exercises/workshop.yaml"), Path("distexp/hardware/facts.yaml")}
+    data = ("report/exercises/workshop.yaml", "hardware/facts.yaml", "strategies/zero/ds_keys.yaml")
+    ours |= {Path("distexp", name) for name in data}
     assert {Path(name) for name in names if name.endswith(".yaml")} == ours
     assert {name.split("/")[0] for name in names} == {"distexp", "hydra_plugins"}
     assert "hydra_plugins/distexp_plugin/launcher.py" in names

@@ -173,7 +173,7 @@ def test_ctrl_c_ends_it_with_code_0(served: Served) -> None:
 def test_a_folder_without_runs_and_a_taken_port_are_refused(served: Served, tmp_path: Path) -> None:
     for arguments, code, text in (
         ([str(tmp_path)], 2, "contains no run"),
-        ([str(served.sweep), "--port", "70000"], 1, "--port 70000: it must be from 0 to 65535"),
+        ([str(served.sweep), "--port", "70000"], 2, "--port 70000: it must be from 0 to 65535"),
     ):
         command = [sys.executable, "-m", "distexp", "serve", *arguments]
         done = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY, check=False)

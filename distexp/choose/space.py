@@ -39,7 +39,8 @@ from distexp.tables.columns import show_progress
 def make_space(make: MakeCell, command: Sequence[str], gpus: Sequence[int], axes: Axes) -> list[Candidate]:
     """Return all candidates for one training. Those that are invalid are pruned, with the reason.
 
-    Raise a ConfigError without a global batch size, or if the numbers of GPUs are impossible or cannot share the batch.
+    Raise a ConfigError without a global batch size, if the numbers of GPUs are impossible or cannot share the batch, or
+    if all candidates are invalid for the same reason.
     """
     base = base_config(make, command)
     if base.train.global_batch_size is None:
@@ -64,12 +65,16 @@ def make_space(make: MakeCell, command: Sequence[str], gpus: Sequence[int], axes
     if not candidates:
         raise ConfigError("no configuration is left to try: strategy=single needs choose.gpus=1, or vary more keys")
     overrides = [with_overrides(command, candidate.overrides) for candidate in candidates]
+    errors = []
     with show_progress("composing", len(overrides)) as advance:
         for candidate, cell in zip(candidates, compose_all(make, overrides), strict=True):
             candidate.config = cell.config
             if cell.config is None:
                 candidate.prune("invalid: " + join_errors(cell.errors))
+            errors.append([] if cell.config is not None else cell.errors)
             advance()
+    if shared := [error for error in errors[0] if all(error in found for found in errors)]:
+        raise ConfigError(shared)
     _prune_duplicates(candidates)
     return candidates
 

@@ -26,6 +26,7 @@ from distexp.exceptions import SweepInterrupted, interruptions_kept
 from distexp.guard.command_line import packages_trusted_by_user
 from distexp.guard.config_files import CheckedConfigLoader, check_trust
 from distexp.resolve import resolve
+from distexp.resolve.resolution import foreign_options
 from distexp.resolve.run_id import run_id
 from distexp.runs.predictions import Curve, write_prediction
 from distexp.runs.record import INVALID_ID
@@ -154,6 +155,9 @@ def compose_cells(
     resumes = master.sweep.resume
     errors = cells[0].errors if len(cells) == 1 and not rules.may_be_invalid else []
     errors = [*errors, *ignored_plan_keys((cell.overrides, cell.config) for cell in cells)]
+    if not resumes:
+        given = dict.fromkeys(text for cell in cells for text in cell.overrides if key_of(text) in typed)
+        errors += foreign_options(given, [cell.config or cell.decided for cell in cells])
     if not resumes and not rules.keeps_accumulation:
         errors += dict.fromkeys(replaced_accumulation(cells, typed))
     if errors:

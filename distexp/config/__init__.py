@@ -19,12 +19,13 @@ from distexp.config.sections import (
     DatasetConfig,
     ForecastConfig,
     ModelConfig,
+    ParallelConfig,
     PlanConfig,
 )
 from distexp.exceptions import ConfigError
 
 __all__ = [
     "WHOLE_MODEL", "AdapterConfig", "ClusterConfig", "Command", "Config", "ConfigError", "DatasetConfig",
-    "ForecastConfig", "KernelsConfig", "MeasureConfig", "ModelConfig", "PlanConfig", "PreflightConfig", "ScaleConfig",
-    "StrategyConfig", "TrackerConfig", "TrainConfig", "register_schema",
+    "ForecastConfig", "KernelsConfig", "MeasureConfig", "ModelConfig", "ParallelConfig", "PlanConfig",
+    "PreflightConfig", "ScaleConfig", "StrategyConfig", "TrackerConfig", "TrainConfig", "register_schema",
 ]  # fmt: skip

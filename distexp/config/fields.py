@@ -27,6 +27,7 @@ class FieldInfo:
     path: str = ""  # "file", "folder", "checkpoint", or "hub" for a hub id or a folder
     reference: Any = None  # meaning of null with kernels=reference; None: not a key of the group kernels
     id_if_changed: bool = False  # part of the run id only if the value is not the default or reference
+    id_of_null: Any = None  # value of the run id for null, if null replaced this default. The value itself has null.
     parts: Mapping[str, str] | None = None  # meaning of the inner keys of a mapping
 
     @property

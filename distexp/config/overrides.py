@@ -142,6 +142,11 @@ def _quote(value: Any) -> str:
     return text if bare.isalpha() and text.lower() not in ("true", "false", "null", "nan", "inf") else f"'{text}'"
 
 
+def sbatch_name(option: object) -> str:
+    """Return the name of an option of sbatch, which users write as ``--cpus-per-gpu`` or ``cpus_per_gpu`` too."""
+    return str(option).lstrip("-").replace("_", "-")
+
+
 def key_of(override: str) -> str:
     """Return the key of an override, without the ``+`` or ``~`` in front of it."""
     return override.partition("=")[0].lstrip("+~")

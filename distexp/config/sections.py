@@ -11,11 +11,6 @@ from distexp.config.fields import key
 from distexp.config.tasks import AUTO, DATASET_KINDS, TASKS, Task, task_of
 
 
-def sbatch_name(option: object) -> str:
-    """Return the name of an option of sbatch, which users write as ``--cpus-per-gpu`` or ``cpus_per_gpu`` too."""
-    return str(option).lstrip("-").replace("_", "-")
-
-
 @dataclass
 class ClusterConfig:
     """Where a run starts, and its resources. Some keys are for Slurm only."""
@@ -287,7 +282,10 @@ class DeepSpeedConfig:
         None, "Smaller parameters are not partitioned.", unit="elements", at_least=1
     )
     stage3_max_live_parameters: int | None = key(None, "Most parameters gathered at once.", unit="elements", at_least=1)
-    overlap_comm: bool = key(False, "Overlap the gradient reduction with the backward pass.")
+    overlap_comm: bool | None = key(
+        None, "Overlap the gradient reduction with the backward pass.",
+        null="the value of `config_file`, or true at stage 3 only", id_of_null=False,
+    )  # fmt: skip
     check_overflow: bool | None = key(
         None, "Skip steps with infinite gradients. bf16 needs no such check.", reference=True, id_if_changed=True
     )

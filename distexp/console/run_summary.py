@@ -1,9 +1,10 @@
 """The panel of a run, and its notes."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
-from distexp.config import ModelConfig
+from distexp.config import ModelConfig, ParallelConfig
 from distexp.config.keys import speed_references
 from distexp.config.model_checks import ATTENTIONS
 from distexp.config.overrides import format_count
@@ -127,8 +128,22 @@ def run_title(spec: RunSpec) -> str:
         return f"preflight with {workers}{nodes}"
     engine = "" if config.engine.name == "native" else f", {config.engine.name}"
     model = run_texts.model_label(config.model.name, config.scale.name)
+    ways = "".join(f", {text}" for text in _ways(asdict(config)))
     return (
-        f"{model} on {config.dataset.name}, {strategy_label(config)}{engine}, {config.precision.name}, {workers}{nodes}"
+        f"{model} on {config.dataset.name}, {strategy_label(config)}{engine}{ways}, {config.precision.name}, "
+        f"{workers}{nodes}"
+    )
+
+
+def _ways(config: Mapping[str, Any]) -> Iterator[str]:
+    """Yield how workers share the model, and how activations are stored, if this is not the default."""
+    defaults = vars(ParallelConfig())
+    yield from (
+        f"parallel.{key}={value}" for key, value in config.get("parallel", {}).items() if value != defaults.get(key)
+    )
+    stored = config.get("train", {}).get("activation_checkpointing")
+    yield from (
+        ("activation checkpointing" if stored is True else f"{stored} activation checkpointing",) if stored else ()
     )
 
 
@@ -208,6 +223,7 @@ def _built(record: RunRecord) -> Iterator[tuple[str, str]]:
         shared = f", layers shared by {built.tensor} workers" if built.tensor > 1 else ""
         shared += f", rows shared by {built.context} workers" if built.context > 1 else ""
         shared += f", {built.pipeline} workers in a {built.schedule} pipeline" if built.pipeline > 1 else ""
+        shared += "".join(f", {text}" for text in _ways(record.config) if "=" not in text)
         yield "built", f"{wrapper}{_replicas_and_shards(built.mesh)}{shared}, {model}"
     if kernels := describe_kernels(record.config):
         yield "kernels", kernels
@@ -297,7 +313,9 @@ def _speed(record: RunRecord) -> Iterator[tuple[str, str]]:
         yield "throughput", f"{metrics.train_samples_per_second:,.1f} samples/s"
     elif record.built is not None:
         first = (record.config.get("train") or {}).get("measure_after_step")
-        warmup = f"the first {first} steps do not count (train.measure_after_step), and " if first else ""
+        warmup = (
+            f"the first {first} steps and their speeds do not count (train.measure_after_step), and " if first else ""
+        )
         yield "throughput", f"not measured: {warmup}no {'later ' if first else ''}step was timed"
     if metrics.step_time_s is not None:
         yield "step time", f"{metrics.step_time_s['p50'] * 1000:.1f} ms median"

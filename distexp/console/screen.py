@@ -32,6 +32,7 @@ from distexp.console.sweep_table import InvalidCells, RunLine, SweepProgress
 from distexp.report.data.overview import Overview
 from distexp.report.overview_table import ExerciseTables, build_overview_table
 from distexp.runs.attempts import ERROR_HEADING
+from distexp.runs.events import read_rank_progress
 from distexp.runs.record import RunRecord, RunSpec
 from distexp.runs.run_dir import EVENTS, METRICS, OPERATORS, RANK_LOG, RECORD, TRIALS_LOG, memory_trace_path
 from distexp.runs.texts import failure_text
@@ -80,6 +81,8 @@ class LiveRun:
                 self._show_step(metrics)
         for event in events:
             self._show_event(event)
+        if self.line is not None:  # The progress of the ranks has each step, and the metrics have few of them.
+            self.line.passed = min((rank.step for rank in read_rank_progress(self.metrics.path.parent, 0)), default=0)
         self.show()
 
     def _show_event(self, event: dict[str, Any]) -> None:

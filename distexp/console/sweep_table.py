@@ -254,7 +254,7 @@ class RunLine:
         """Start with the imports of the workers. ``memory`` are the traces of the nodes."""
         self.phases = [("imports", time.time())]  # Name and start in Unix seconds of the phases before the first step.
         self.phase, self.note = "imports", ""
-        self.step, self.total = 0, 0
+        self.step, self.passed, self.total = 0, 0, 0  # of the last line of the metrics, and of the latest step
         self._loss, self._speed = "", ""
         self._memory, self._used = memory, dict[tuple[Path, str, str], float]()
         self._first: tuple[float, int] | None = None  # time in Unix seconds and step of the first line of the metrics
@@ -306,8 +306,9 @@ class RunLine:
             waited = f"{time.time() - self.phases[-1][1]:.0f} s"
             yield ProgressLine(self.phase, 0, None, [(self.note, 2), (waited, 3), (self.used_memory(), 1)])
             return
-        parts = [(f"{self.step}/{self.total}", 9), (self._loss, 4), (self._speed, 2), (self.used_memory(), 1)]
-        yield ProgressLine(self.phase, self.step, self.total, [*parts, (self._time_left(), 3)])
+        step = max(self.step, self.passed)
+        parts = [(f"{step}/{self.total}", 9), (self._loss, 4), (self._speed, 2), (self.used_memory(), 1)]
+        yield ProgressLine(self.phase, step, self.total, [*parts, (self._time_left(), 3)])
 
     def used_memory(self) -> str:
         """Return the memory in use: of the GPU with the most, else of the node with the most."""

@@ -167,6 +167,15 @@ CHECKS = {
 }  # fmt: skip
 """Titles of the columns of parameters, by the kind of an error."""
 
+MEANINGS = {
+    "loss": "loss of each step", "grads": "gradients before clipping", "norm": "gradient norm that is reported",
+    "updates": "change of the weights, computed again", "weights": "weights after each step",
+    "states": "optimizer states", "ranks": "replicas on other ranks", "eval": "evaluation loss and buffers",
+    "resume": "training after a checkpoint", "start": "initial weights", "settings": "options of the optimizer",
+    "export": "weights that a model is saved with",
+}  # fmt: skip
+"""What a column compares, by its title."""
+
 LEVELS = {0.0: "no error", 0.01: "up to 1 % of the bound", 0.1: "up to 10 %", 1.0: "up to the bound", inf: "above it"}
 """Upper ends of the shades, as shares of the bound, with what they mean."""
 
@@ -183,6 +192,8 @@ def write_proof(result: dict[str, Any], lines: Sequence[str], columns: Mapping[s
 
     parameters = {name: _by_check(name, errors) for name, errors in result["parameters"].items()}
     checks = [title for title in dict.fromkeys(CHECKS.values()) if any(title in each for each in parameters.values())]
+    known = {kind for phase in result["phases"] for kind in phase.get("worst", {})}
+    shown = {kind: title for kind, title in columns.items() if kind in known}
     rows = _by_block(parameters) if len(parameters) > MAX_CELL_ROWS else parameters
     every = ((check, error) for errors in parameters.values() for check, error in errors.items())
     worst = max(every, key=lambda pair: share_of_bound(pair[1]), default=None)
@@ -193,8 +204,10 @@ def write_proof(result: dict[str, Any], lines: Sequence[str], columns: Mapping[s
         created=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         lines=lines,
         worst=f"{worst[1][-1]}, {worst[0]}: {_describe_error(worst[1])}" if worst else "",
-        columns=list(columns.values()),
-        phases=_heat_rows({phase["phase"]: _of_phase(phase, columns) for phase in result["phases"]}, columns.values()),
+        columns=list(shown.values()),
+        phases=_heat_rows({phase["phase"]: _of_phase(phase, shown) for phase in result["phases"]}, shown.values()),
+        meanings=MEANINGS,
+        after_dot=Markup(".<wbr>"),
         checks=checks,
         parameters=_heat_rows(rows, checks),
         every=_heat_rows(parameters, checks),

@@ -204,9 +204,9 @@ def _phase_intervals(samples: Sequence[MemorySample], start: float) -> Iterator[
 NOT_THE_MODEL = frozenset(
     {"strategy", "offload", "engine", "device", "nodes", "workers"}
     | {"micro_batch_size", "gradient_accumulation_steps", "global_batch_size", "eval_batch_size"}
-    | {"measure_after_step"}
+    | {"measure_after_step", "activation_checkpointing", "parallel"}
 )
-"""Settings that distribute a training and should not change its losses, if the global batch is the same."""
+"""Settings, and sections of them, that should not change the losses, if the global batch is the same."""
 
 
 DROPOUT = "With dropout, strategies draw other random numbers. To compare them, set model.dropout=0."
@@ -234,7 +234,7 @@ def compare_losses(curves: Sequence[LossCurve]) -> Iterator[str]:
     for curve in curves:
         settings = {
             name: value for name, value in curve.trace.row.settings.items()
-            if name not in NOT_THE_MODEL and not is_strategy_option(name)
+            if not {name, name.partition(".")[0]} & NOT_THE_MODEL and not is_strategy_option(name)
             and not is_environment_setting(name)
         }  # fmt: skip
         trainings.setdefault(

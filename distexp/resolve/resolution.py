@@ -12,8 +12,18 @@ from omegaconf.errors import OmegaConfBaseException
 from distexp.config import WHOLE_MODEL, Command, Config, ConfigError
 from distexp.config.custom_code import check_returned, shorten_errors
 from distexp.config.fields import info_of
-from distexp.config.keys import check_values, conf_dir, get_value, schema_fields, set_value, speed_references
+from distexp.config.keys import (
+    check_values,
+    conf_dir,
+    get_value,
+    schema_fields,
+    sections,
+    set_value,
+    speed_references,
+    strategy_sections,
+)
 from distexp.config.model_checks import ATTENTIONS, model_errors, several_lengths, unused_key_errors
+from distexp.config.overrides import format_override, key_of, parse, plain_value
 from distexp.resolve import compile_results, resources, scaling_rules, section_checks
 from distexp.resolve.resources import MAX_CPU_BYTES, estimate_image_bytes
 from distexp.strategies.base import fused_update_error, load_strategy
@@ -268,6 +278,29 @@ def check_implied_strategy(config: Config, choices: Choices) -> Iterator[str]:
                 f"{group}={option} needs strategy={implied}, but this run has strategy={config.strategy.name}: "
                 f"leave {group} out, or choose strategy={implied}"
             )
+
+
+def foreign_options(overrides: Iterable[str], configs: Iterable[Config | None]) -> Iterator[str]:
+    """Yield an error for each override in the section of a strategy that no cell has, unless it has its default.
+
+    Yield none if an invalid cell has no known strategy, if one has a custom strategy, which may read any section, or
+    for ``distexp choose``, which varies the strategy.
+    """
+    options = [text for text in overrides if key_of(text).partition(".")[0] in strategy_sections()]
+    known = {config.strategy._target_ if config else "": config for config in configs} if options else {}
+    chosen = [config for target, config in known.items() if config and target.startswith("distexp.")]
+    if len(chosen) < len(known) or any(config.command == Command.CHOOSE for config in chosen):
+        return
+    names, read = (
+        ",".join(config.strategy.name for config in chosen),
+        [load_strategy(config).section for config in chosen],
+    )
+    used = f"this run has strategy={names}" if len(chosen) == 1 else f"these runs have strategy={names}"
+    for text in options:
+        (section, _, name), value = key_of(text).partition("."), plain_value(parse([text])[0].value())
+        if section not in read and value != vars(sections()[section]()).get(name):
+            needed = f"strategy={section}"
+            yield f"{format_override(text)} needs {needed}, but {used}: leave it out, or choose {needed}"
 
 
 @lru_cache(maxsize=256)

@@ -110,13 +110,16 @@ def _identify_model(config: Config, settings: dict[str, Any]) -> None:
 
 
 def _remove_unchanged(settings: dict[str, Any]) -> None:
-    """Remove the keys that were added later, if they have their default. So they change no id."""
+    """Remove the keys that were added later, if they have their default. So they change no id.
+
+    Neither does a default that became null.
+    """
     for key, spec in schema_fields():
-        info = info_of(spec)
-        if not info.id_if_changed:
-            continue
-        section, _, name = key.rpartition(".")
-        if section not in settings:
+        info, (section, _, name) = info_of(spec), key.rpartition(".")
+        if section in settings and info.id_of_null is not None:
+            swapped = {None: info.id_of_null, info.id_of_null: None}
+            settings[section][name] = swapped.get(settings[section][name], settings[section][name])
+        if section not in settings or not info.id_if_changed:
             continue
         if settings[section][name] == (spec.default if info.reference is None else info.reference):
             del settings[section][name]

@@ -32,12 +32,6 @@ PRELOAD_ON_CPU = ("torch.utils.cpp_extension",)
 GRADIENT_TYPE = "data_types", "grad_accum_dtype"
 """Key of a ds_config. With fp32, DeepSpeed uses its BF16_Optimizer at stage 1."""
 
-CHECK_STAGES = (1, 2)
-"""Stages at which DeepSpeed can leave out the check for infinite gradients.
-
-The check starts several kernels for each parameter. Two H200s waited about 15 ms per step for it with BLOOM-560m.
-"""
-
 
 class DeepSpeed(Strategy):
     """Optimizer states, gradients and parameters partitioned over the workers by ZeRO."""
@@ -64,20 +58,23 @@ class DeepSpeed(Strategy):
         return in_16_bits(config)
 
     def set_defaults(self, config: Config) -> None:
-        """Set the stage (of the user's file, else 2) and the CPU optimizer."""
-        options = config.deepspeed
+        """Set what the user's file has for open options, the stage (else 2) and the CPU optimizer."""
+        options, in_file = config.deepspeed, read_or_empty(config.deepspeed.config_file)
         if options.zero_stage is None:
-            stage = get_nested(read_or_empty(options.config_file), ("zero_optimization", "stage"))
+            stage = get_nested(in_file, ("zero_optimization", "stage"))
             options.zero_stage = 2 if stage in (None, "auto") else stage
+        for name, keys in {"overlap_comm": ds_config.OVERLAP, "check_overflow": ds_config.CHECKED_GRADIENTS}.items():
+            value = get_nested(in_file, keys)
+            is_read = name == "overlap_comm" or ds_config.may_skip_check(config)
+            if getattr(options, name) is None and isinstance(value, bool) and is_read:
+                setattr(options, name, value)
         if options.cpu_optimizer == "auto":
             options.cpu_optimizer = "deepspeed" if config.cluster.device == "cuda" else "torch"
 
     def fast_values(self, config: Config) -> Mapping[str, Any]:
         """Compile the blocks, except at stage 3. With bf16, leave out what makes the CPU wait for the GPU."""
         compiled = {} if config.deepspeed.zero_stage == 3 else block_values(config)
-        in_file = get_nested(read_or_empty(config.deepspeed.config_file), ds_config.CHECKED_GRADIENTS)
-        is_checked = config.deepspeed.check_overflow is True or in_file is True
-        if is_checked or _unchecked_error(config):
+        if config.deepspeed.check_overflow is True or _unchecked_error(config):
             return compiled
         async_update = {} if _async_update_error(config) else {"deepspeed.async_update": True}
         return {**compiled, "deepspeed.check_overflow": False, **async_update}
@@ -131,7 +128,7 @@ class DeepSpeed(Strategy):
 
     def overlaps_communication(self, config: Config) -> bool:
         """Return ``deepspeed.overlap_comm``. Stage 3 overlaps by default too, but is slower than stage 2."""
-        return config.deepspeed.overlap_comm
+        return bool(config.deepspeed.overlap_comm)
 
     def communication(self, config: Settings) -> ZeroCommunication:
         """Return the collectives of a step, with DeepSpeed's defaults for what only its own file has."""
@@ -231,7 +228,7 @@ class DeepSpeed(Strategy):
             supported = (
                 step.on_gpu
                 and step.setting("engine.name") == "native"
-                and step.setting("deepspeed.zero_stage") in CHECK_STAGES
+                and step.setting("deepspeed.zero_stage") in ds_config.CHECK_STAGES
                 and step.setting("precision.name") == "bf16"
                 and not step.setting("offload.enabled")
                 and not step.setting("deepspeed.config_file")  # It may need the check, or another optimizer.
@@ -287,7 +284,7 @@ def _async_errors(config: Config) -> Iterator[str]:
 
 def _unchecked_error(config: Config) -> str | None:
     """Return why the check for infinite gradients is needed; None if bf16 does not need it."""
-    if config.precision.name == "bf16" and config.deepspeed.zero_stage in CHECK_STAGES:
+    if ds_config.may_skip_check(config):
         return None
     return (
         f"is for precision=bf16 with zero_stage=1,2, but this run has precision={config.precision.name} and "
@@ -318,8 +315,9 @@ def conflicts(config: Config) -> Iterator[str]:
     try:
         settings = ds_config.read_file(path)
     except ValueError as error:
-        yield f"deepspeed.config_file={path} is not a JSON object ({error}): correct the file"
+        yield f"deepspeed.config_file={path} is not a valid JSON object ({error}): correct the file"
         return
+    yield from ds_config.key_errors(settings)
     train = config.train
     own = {"momentum": train.momentum} if train.optimizer == "sgd" else {"betas": list(train.betas), "eps": train.eps}
     optimizer = {"lr": train.learning_rate, "weight_decay": train.weight_decay, **own}

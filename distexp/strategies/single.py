@@ -89,8 +89,8 @@ class Single(Strategy):
 
 
 def offload_errors(config: Config) -> list[str]:
-    """Return an error if offload is enabled."""
-    if not config.offload.enabled:
+    """Return an error if offload is enabled. Workers that share rows have one already: no strategy offloads there."""
+    if not config.offload.enabled or config.parallel.copies > 1:
         return []
     return [
         f"offload={'pinned' if config.offload.pin_memory else 'true'} is not supported by "

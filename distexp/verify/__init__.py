@@ -46,7 +46,6 @@ from distexp.verify.phases import (
     SETTINGS,
     PlannedVariant,
     RunSettings,
-    as_json,
     labels_of,
     plan_variant,
 )  # fmt: skip
@@ -199,8 +198,7 @@ def run_workers(folder: Path, environment: Mapping[str, str]) -> None:
 
 def build_operators(variant: PlannedVariant) -> None:
     """Compile the C++ operators of DeepSpeed that a variant needs. Raise ConfigError if that fails."""
-    for phase in variant.phases[:1]:
-        folder = phase.directories["variant"]
+    for folder in variant.run_dirs("variant")[:1]:
         OPERATORS_LOG.path(folder, 0).parent.mkdir(parents=True, exist_ok=True)
         if node_setup.lacks_operators(RunSpec.read(folder), folder, 0):
             raise ConfigError(files.read_json(AGENT_ERROR.path(folder, 0))["message"])
@@ -210,7 +208,7 @@ def environments_of(variant: PlannedVariant) -> list[dict[str, str]]:
     """Return the environment of each rank of a variant."""
     if not variant.phases:
         return []
-    spec = RunSpec.read(variant.phases[0].directories["variant"])
+    spec = RunSpec.read(variant.run_dirs("variant")[0])
     size, per_node = spec.world_size, spec.workers_per_node
     nodes = [node_setup.worker_environment(spec, node) for node in range(spec.nodes)]
     return [nodes[rank // per_node] | rank_variables(rank, size, per_node) for rank in range(size)]
@@ -236,7 +234,10 @@ def write_job(variants: Sequence[PlannedVariant], sweep_dir: Path, timeout_s: fl
         "device": variants[0].config.cluster.device,
         "timeout_s": timeout_s,
         "groups": groups,
-        "variants": [as_json(variant) | {"header": header_of(variant)} for variant in variants],
+        "variants": [
+            {"directory": str(one.directory), "skipped": one.skipped, "phases": one.phases, "header": header_of(one)}
+            for one in variants
+        ],
     }
     files.write_json(sweep_dir / JOB, job)
 

@@ -132,14 +132,6 @@ class RunSettings:
 
 
 @dataclass
-class PlannedPhase:
-    """A phase of one variant, with its run directories. A directory is shared by variants with the same reference."""
-
-    phase: Phase
-    directories: dict[str, Path]  # by the role
-
-
-@dataclass
 class PlannedVariant:
     """A configuration to verify, with its phases."""
 
@@ -147,12 +139,13 @@ class PlannedVariant:
     config: Config
     command: str  # that repeats it
     directory: Path
-    phases: list[PlannedPhase] = field(default_factory=list)
+    phases: list[dict[str, Any]] = field(default_factory=list)  # name, what it adds, and run directories by role
     skipped: dict[str, str] = field(default_factory=dict)  # why a phase is left out, by its name
 
     def run_dirs(self, *roles: str) -> list[Path]:
         """Return the run directories of some roles."""
-        return [path for phase in self.phases for role, path in phase.directories.items() if role in roles]
+        found = (item for phase in self.phases for item in phase["directories"].items())
+        return [Path(path) for role, path in found if role in roles]
 
 
 def plan_variant(cell: Cell, label: str, directory: Path, make: MakeCell, *, quick: bool) -> PlannedVariant:
@@ -209,25 +202,18 @@ def _plan_phase(variant: PlannedVariant, phase: Phase, cell: Cell, make: MakeCel
     )
     written = {role: _write_run(one, replace(settings, role=role), variant.directory) for role, one in made.items()}
     resumed = {"resumed": _add_resumed(written["variant"])} if phase.resumes else {}
-    variant.phases.append(PlannedPhase(phase, written | resumed))
+    directories = {role: str(path) for role, path in (written | resumed).items()}
+    variant.phases.append({"name": phase.name, "adds": phase.adds, "directories": directories})
 
 
 def phase_overrides(phase: Phase, config: Config) -> list[str]:
     """Return the overrides of a phase, without its batch."""
-    found = [
-        *COMMON,
-        f"train.max_steps={phase.steps * phase.epochs}",
-        f"train.num_epochs={phase.epochs}",
-        *([LEARNING_RATE] if phase.keeps_optimizer else []),
-    ]
-    if phase.keeps_optimizer and config.train.optimizer == "sgd":
-        found.append("train.momentum=0.9")
-    for key, size, own in (
-        ("train_size", TRAIN_SIZE, config.dataset.train_size),
-        ("eval_size", EVAL_SIZE, config.dataset.eval_size),
-    ):
+    found = [*COMMON, f"train.max_steps={phase.steps * phase.epochs}", f"train.num_epochs={phase.epochs}"]
+    if phase.keeps_optimizer:
+        found += [LEARNING_RATE, *(["train.momentum=0.9"] if config.train.optimizer == "sgd" else [])]
+    for key, size in (("train_size", TRAIN_SIZE), ("eval_size", EVAL_SIZE)):
         if key in config.dataset.keys:
-            found.append(f"dataset.{key}={min(size, own or size)}")
+            found.append(f"dataset.{key}={min(size, getattr(config.dataset, key) or size)}")
     if "dropout" in config.model.keys:  # Each worker has other random numbers.
         found.append("model.dropout=0")
     shared = [SHARED_EPS] if phase.keeps_optimizer and config.parallel.copies > 1 else []
@@ -236,10 +222,8 @@ def phase_overrides(phase: Phase, config: Config) -> list[str]:
 
 def _chooses_strategy(override: str) -> bool:
     """Return whether an override is about the strategy, the trainer or the kernels of the variant."""
-    key = key_of(override)
-    section = key.partition(".")[0]
     own = {"strategy", "parallel", "engine", "offload", *strategy_groups(), *strategy_sections()}
-    return section in own or key in speed_references()
+    return (key := key_of(override)).partition(".")[0] in own or key in speed_references()
 
 
 def micro_batch_of(config: Config) -> int:
@@ -296,16 +280,3 @@ def labels_of(cells: Sequence[Cell]) -> list[str]:
         further = [text for key, text in named.items() if not _chooses_strategy(text) or "." in key or key == "engine"]
         found.append(" ".join([name, *(format_override(text).lstrip("+") for text in further)]))
     return found
-
-
-def as_json(variant: PlannedVariant) -> dict[str, Any]:
-    """Return what the process that compares needs to know about a variant."""
-    phases = [
-        {
-            "name": planned.phase.name,
-            "adds": planned.phase.adds,
-            "directories": {role: str(path) for role, path in planned.directories.items()},
-        }
-        for planned in variant.phases
-    ]
-    return {"directory": str(variant.directory), "skipped": variant.skipped, "phases": phases}

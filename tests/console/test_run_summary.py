@@ -22,6 +22,12 @@ from tests.helpers.runs import make_spec
             ("zero_stage='2'", "offload='true'", "cluster.nodes=2"),
             "bloom_tiny on squad_sample, deepspeed ZeRO-2, offloaded, fp32, 4 cpu workers on 2 nodes",
         ),
+        (("parallel.tensor=2",), "bloom_tiny on squad_sample, ddp, parallel.tensor=2, fp32, 2 cpu workers"),
+        (
+            ("sharding=full_shard", "parallel.context=2", "train.activation_checkpointing=selective"),
+            "bloom_tiny on squad_sample, fsdp full_shard, parallel.context=2, selective activation checkpointing, "
+            "fp32, 2 cpu workers",
+        ),
         (("model=bloom_560m", "scale=tiny"), "tiny stand-in for bloom_560m on squad_sample, ddp, fp32, 2 cpu workers"),
         (("command=preflight",), "preflight with 2 cpu workers"),
     ],
@@ -47,9 +53,18 @@ def test_the_panel_of_a_run_that_was_too_short_names_the_steps_that_it_needs() -
     run.run.duration_s, run.metrics.train_samples_per_second = 4.0, None
     run.config.setdefault("train", {})["measure_after_step"] = 5
     text = dict(summary_lines(run))["throughput"]
-    assert (
-        text == "not measured: the first 5 steps do not count (train.measure_after_step), and no later step was timed"
+    assert text == (
+        "not measured: the first 5 steps and their speeds do not count (train.measure_after_step), and no later step "
+        "was timed"
     )
+
+
+def test_the_panel_names_shared_layers_and_stored_activations() -> None:
+    run = record(0, train__activation_checkpointing="selective", parallel__tensor=2)
+    run.run.duration_s = 4.0
+    assert run.built is not None
+    run.built.tensor = 2
+    assert ", layers shared by 2 workers, selective activation checkpointing, " in dict(summary_lines(run))["built"]
 
 
 def test_a_resumed_run_has_the_duration_of_its_latest_attempt() -> None:

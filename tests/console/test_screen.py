@@ -14,10 +14,11 @@ from rich.console import Console
 from distexp.console.screen import LiveRun, Screen, TrialScreen
 from distexp.console.sweep_table import RunLine
 from distexp.runs.attempts import ERROR_HEADING
+from distexp.runs.events import ProgressWriter
 from distexp.runs.memory_trace import COLUMNS
 from distexp.runs.record import RunSpec
 from distexp.runs.record_sections import RunError
-from distexp.runs.run_dir import METRICS, OPERATORS
+from distexp.runs.run_dir import METRICS, OPERATORS, RANK_PROGRESS
 from distexp.system.files import Tail
 from distexp.system.units import format_about
 from tests.helpers.records import record
@@ -43,6 +44,21 @@ def test_live_run_shows_every_kind_of_event(tmp_path: Path) -> None:
     assert "answers: exact match 8.1%, F1 9.0%" in shown.getvalue()
     assert live.line is not None
     assert live.line.phase == "done"
+
+
+def test_the_bar_moves_with_each_step_that_all_ranks_have_passed(tmp_path: Path) -> None:
+    (tmp_path / METRICS).write_text(json.dumps({"step": 10, "loss": 2.0, "samples_per_second": 3.0}) + "\n")
+    RANK_PROGRESS.path(tmp_path, 0, 0).parent.mkdir(parents=True)
+    ranks = [ProgressWriter(tmp_path, 0, rank) for rank in (0, 1)]
+    tails = (Tail(tmp_path / name) for name in ("events", METRICS, "log"))
+    line = RunLine()
+    live = LiveRun(Console(file=io.StringIO()), *tails, line)
+    line.add_event({"phase": "train", "total_steps": 40})
+    for steps, shown in (((9, 9), "10/40"), ((13, 12), "12/40"), ((13, 13), "13/40")):
+        for rank, step in zip(ranks, steps, strict=True):
+            rank.advance("train", step)
+        live.refresh()
+        assert f" {shown}  loss 2.0000  " in drawn(line)
 
 
 def drawn(line: RunLine, width: int = 100) -> str:

@@ -9,7 +9,9 @@ import pytest
 
 from distexp.config import ConfigError
 from distexp.config.model_checks import with_micro_batch
-from distexp.strategies.zero.ds_config import effective_config
+from distexp.resolve.run_id import run_id
+from distexp.strategies.zero.ds_config import effective_config, known_keys
+from tests.helpers.deepspeed_keys import installed_keys
 from tests.helpers.runs import resolve_cell
 
 SEARCHED = (
@@ -47,6 +49,82 @@ def test_conflicts_with_a_custom_ds_config_are_refused_together(tmp_path: Path) 
     with pytest.raises(ConfigError) as caught:
         resolve_cell(*words)
     assert len(caught.value.errors) == 3
+
+
+OVERLAP = {"zero_optimization": {"overlap_comm": True}}
+UNCHECKED = {"bf16": {"check_grad_overflow": False}}
+BF16 = ("strategy=deepspeed", "cluster.device=cpu", "precision=bf16")
+
+
+@pytest.mark.parametrize(("content", "key"), [(OVERLAP, "overlap_comm"), (UNCHECKED, "check_overflow")])
+def test_a_typed_value_that_the_file_contradicts_is_refused_even_if_it_is_the_default(
+    content: dict[str, dict[str, bool]], key: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps(content))
+    ((section, values),) = content.items()
+    (in_file,) = values.values()
+    words = (*BF16, f"deepspeed.config_file={path}")
+    typed = f"deepspeed.{key}={json.dumps(not in_file)}"
+    with pytest.raises(ConfigError, match=f"={json.dumps(in_file)}, but this run has {json.dumps(not in_file)}: make"):
+        resolve_cell(*words, typed)
+    used = resolve_cell(*words)  # The record has what the file sets.
+    assert getattr(used.deepspeed, key) is in_file
+    assert effective_config(used, world_size=2)[section].items() >= values.items()
+    path.write_text("{}")
+    assert getattr(resolve_cell(*words, typed).deepspeed, key) is not in_file
+
+
+def test_a_typed_overlap_reaches_deepspeed_and_the_default_leaves_it_open() -> None:
+    for stage in (2, 3):
+        ids = set()
+        for typed in (None, False, True):
+            text = json.dumps(typed)
+            config = resolve_cell(f"zero_stage={stage}", "cluster.device=cpu", f"deepspeed.overlap_comm={text}")
+            assert effective_config(config, 2)["zero_optimization"].get("overlap_comm") is typed
+            ids.add(run_id(config))
+        assert len(ids) == 3
+
+
+def test_the_listed_keys_are_those_of_the_installed_deepspeed() -> None:
+    assert {name: set(keys) for name, keys in known_keys().items()} == installed_keys()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"train_batch_sise": 8}', r"has train_batch_sise, .* does not read: did you mean train_batch_size\?"),
+        (
+            '{"zero_optimization": {"overlap_com": 1}}',
+            r"overlap_com, .*: did you mean zero_optimization\.overlap_comm\?",
+        ),
+        ('{"overlap_comm": true}', r"has overlap_comm, .*: did you mean zero_optimization\.overlap_comm\?"),
+        ('{"bf16": {"qqqq": 1}}', r"has bf16\.qqqq, which DeepSpeed does not read: remove it"),
+        ('{"timers": {"throughput": {"synchroniced": 1}}}', r"did you mean timers\.throughput\.synchronized\?"),
+        ('{"zero_optimization": true}', r"sets zero_optimization=true, which is a section of keys: remove it"),
+        (
+            '{\n  // eight\n  "steps_per_print": 8}',
+            r"is not a valid JSON object \(JSON has no comments, but line 2 has",
+        ),
+        ('{"steps_per_print": 8, "steps_per_print": 9}', r"\(it has steps_per_print twice\): correct the file"),
+        ('{"steps_per_print": 8,}', r"\(Expecting .*: line 1 .*\): correct the file"),
+    ],
+)
+def test_a_wrong_file_is_refused_by_one_line_that_names_the_key(text: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=message) as caught:
+        resolve_cell("strategy=deepspeed", f"deepspeed.config_file={path}", "cluster.device=cpu")
+    assert len(caught.value.errors) == 1
+    assert "\n" not in caught.value.errors[0]
+
+
+def test_sections_without_values_are_filled_in(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text('{"zero_optimization": "auto", "bf16": null}')
+    config = resolve_cell("strategy=deepspeed", f"deepspeed.config_file={path}", "cluster.device=cpu")
+    settings = effective_config(config, world_size=2)
+    assert (settings["zero_optimization"]["stage"], settings["bf16"]["enabled"]) == (2, False)
 
 
 @pytest.mark.parametrize(

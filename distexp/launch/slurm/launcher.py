@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import DictConfig
 
 from distexp.config import ClusterConfig, Config
-from distexp.config.sections import sbatch_name
+from distexp.config.overrides import sbatch_name
 from distexp.launch import run_dirs
 from distexp.launch.launcher import Cancelled, Launcher, Sweep, TrialLauncher
 from distexp.resolve.resources import needs_one_worker

@@ -11,8 +11,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from distexp.config import ClusterConfig, Config, ConfigError
-from distexp.config.overrides import key_of
-from distexp.config.sections import sbatch_name
+from distexp.config.overrides import key_of, sbatch_name
 from distexp.runs.run_dir import SLURM
 
 

@@ -142,7 +142,9 @@ def headline(overview: Overview) -> Iterator[str]:
         is_named = len(rankings) < 2 or f"model={ranking.task.split()[0]}" in sentence
         yield sentence if is_named else f"{ranking.task}: {sentence}"
     disturbed = [group.label for group in overview.groups if group.disturbance]
-    if disturbed and not are_trials(overview.rows):
+    if disturbed and len(overview.groups) == 1:
+        yield "Another program slowed this run down, so its speed is not known."
+    elif disturbed and not are_trials(overview.rows):
         start = "Not ranked" if rankings else "Fastest: not decided"
         yield f"{start}: {name_runs(disturbed)}, which another program slowed down."
     completed = [group for group in overview.groups if group.completed]
@@ -274,7 +276,10 @@ def _best_tile(overview: Overview, name: str, title: str, what: str, unit: str) 
     unknown = [group.label for group in overview.groups if group.disturbance and group.completed]
     is_compared = len(group_by_task([group for group in overview.groups if group.completed])) == 1
     if is_compared and name == SPEED and unknown and sum(len(one.ranked) for one in rankings) < 2:
-        yield Tile(title + what, "not decided", f"the speed of {name_runs(unknown)} is not known")
+        if len(overview.groups) == 1:
+            yield Tile(what.removeprefix(": ") or "speed", "not known", "another program slowed the run down")
+        else:
+            yield Tile(title + what, "not decided", f"the speed of {name_runs(unknown)} is not known")
         return
     if len(rankings) != 1:
         return

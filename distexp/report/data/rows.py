@@ -12,7 +12,7 @@ from typing import Any
 
 from omegaconf import MISSING as UNKNOWN
 
-from distexp.config import ClusterConfig
+from distexp.config import ClusterConfig, ParallelConfig
 from distexp.config.fields import flatten, info_of
 from distexp.config.keys import config_groups, schema_fields, speed_references, strategy_groups, strategy_sections
 from distexp.config.overrides import join_first
@@ -211,7 +211,10 @@ def global_batch(settings: Mapping[str, Any]) -> int | None:
     if settings.get("global_batch_size"):
         return int(settings["global_batch_size"])
     factors = [settings.get(name) for name in ("micro_batch_size", "gradient_accumulation_steps", WORKERS)]
-    return math.prod(int(factor) for factor in factors if factor) if all(factors) else None
+    if not all(factors):
+        return None
+    degrees: dict[str, Any] = {spec.name: settings.get(f"parallel.{spec.name}") or 1 for spec in fields(ParallelConfig)}
+    return math.prod(int(factor) for factor in factors if factor) // ParallelConfig(**degrees).copies
 
 
 def training_key(settings: Mapping[str, Any]) -> str:

@@ -166,6 +166,9 @@ def _mixture_errors(config: Config, typed: str, alone: str) -> Iterator[str]:
 
 
 def _errors(config: Config, typed: str, alone: str) -> Iterator[str]:
+    if found := [*_model_errors(config, typed, alone)]:  # Another degree or model changes all other errors.
+        yield from found
+        return
     degree, per_node = config.parallel.copies, config.cluster.workers_per_node or 1
     if config.parallel.pipeline > 1:
         if rest := config.cluster.world_size % degree:
@@ -184,7 +187,6 @@ def _errors(config: Config, typed: str, alone: str) -> Iterator[str]:
         further = _unsupported_stages(config)
     for setting, instead in (*_unsupported(config), *further):
         yield f"{typed} is not supported by {setting}: use {instead}, or {alone}"
-    yield from _model_errors(config, typed, alone)
 
 
 def _unsupported(config: Config) -> Iterator[tuple[str, str]]:
@@ -214,7 +216,7 @@ def _unsupported(config: Config) -> Iterator[tuple[str, str]]:
     if config.model._target_ == BLOOM and config.model.attention == "flex":
         yield "model.attention=flex of a BLOOM", "model.attention=sdpa"
     if config.command in (Command.CHOOSE, Command.FORECAST):
-        yield f"distexp {config.command}, which has no model of its collectives", "distexp train or distexp verify"
+        yield f"distexp {config.command}, which has no model of its collectives", "distexp run or distexp verify"
 
 
 def _unsupported_slices(config: Config) -> Iterator[tuple[str, str]]:
@@ -312,10 +314,14 @@ def _model_errors(config: Config, typed: str, alone: str) -> Iterator[str]:
         if is_pipeline:
             reason = "which is not cut into stages"
         yield f"{typed} is not supported by model={model.name}, {reason}: use {alone} strategy=fsdp"
-    for name, size in sizes.items() if not is_pipeline else ():
-        if isinstance(size, int) and size % degree:
-            fitting = max(number for number in range(1, degree) if size % number == 0)
-            yield f"{typed} must divide {name}={size}: use {typed.partition('=')[0]}={fitting}"
+    known = {name: size for name, size in sizes.items() if isinstance(size, int) and not is_pipeline}
+    if wrong := {name: size for name, size in known.items() if size % degree}:
+        length = (config.dataset.max_length or model.seq_length) if config.parallel.context > 1 else None
+        fitting = max(n for n in range(1, degree) if all(size % n == 0 for size in (*known.values(), length or 0)))
+        workers = config.cluster.workers_per_node or 1
+        more = f" cluster.workers_per_node={-(-workers // fitting) * fitting}" if workers % fitting else ""
+        listed = " and ".join(f"{name}={size}" for name, size in wrong.items())
+        yield f"{typed} must divide {listed}: use {typed.partition('=')[0]}={fitting}{more}"
 
 
 def _heads(architecture: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,16 +1,29 @@
 """The ds_config.json for DeepSpeed: the user's file plus distexp's values."""
 
+import json
+import re
 from collections.abc import Iterator, Mapping
+from difflib import get_close_matches
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from distexp.config import Config
 from distexp.config.model_checks import searches_micro_batch
 from distexp.runs.run_dir import DS_CONFIG
-from distexp.system.files import load_json, write_json
+from distexp.system.files import TOO_DEEP, write_json
 
 SYNCHRONIZED_TIMER = "timers", "throughput", "synchronized"
 CHECKED_GRADIENTS = "bf16", "check_grad_overflow"
+OVERLAP = "zero_optimization", "overlap_comm"
+
+CHECK_STAGES = (1, 2)
+"""Stages at which DeepSpeed can leave out the check for infinite gradients.
+
+The check starts several kernels for each parameter. Two H200s waited about 15 ms per step for it with BLOOM-560m.
+"""
 
 Values = Iterator[tuple[tuple[str, ...], Any]]
 """Values for a ds_config, each with the keys that lead to it, such as ``("bf16", "enabled")``."""
@@ -24,10 +37,16 @@ def effective_config(config: Config, world_size: int) -> dict[str, Any]:
     for keys, value in values_set_by_distexp(config, world_size):
         *sections, last = keys
         parent = settings
-        for key in sections:
-            parent = parent.setdefault(key, {})
+        for key in sections:  # one that is null or "auto" in the file has no values
+            parent[key] = parent[key] if isinstance(parent.get(key), dict) else {}
+            parent = parent[key]
         parent[last] = value
     return _without_auto(settings)
+
+
+def may_skip_check(config: Config) -> bool:
+    """Return whether DeepSpeed can leave out its check for infinite gradients, which bf16 does not need."""
+    return config.precision.name == "bf16" and config.deepspeed.zero_stage in CHECK_STAGES
 
 
 def uses_autocast(config: Config) -> bool:
@@ -64,8 +83,8 @@ def values_set_by_distexp(config: Config, world_size: int) -> Values:
         yield ("zero_optimization", "offload_optimizer"), target
         if options.zero_stage == 3:
             yield ("zero_optimization", "offload_param"), target
-    if options.overlap_comm:
-        yield ("zero_optimization", "overlap_comm"), True
+    if options.overlap_comm is not None:
+        yield OVERLAP, options.overlap_comm
     for key in (  # with the same names in DeepSpeed
         *("reduce_bucket_size", "allgather_bucket_size", "stage3_prefetch_bucket_size"),
         *("stage3_param_persistence_threshold", "stage3_max_live_parameters"),
@@ -91,8 +110,8 @@ def _batch_sizes(config: Config, world_size: int) -> Values:
 def _precision(config: Config) -> Values:
     autocast = uses_autocast(config)
     yield ("bf16", "enabled"), config.precision.name == "bf16" and not autocast
-    if config.deepspeed.check_overflow is False:
-        yield CHECKED_GRADIENTS, False
+    if may_skip_check(config):
+        yield CHECKED_GRADIENTS, config.deepspeed.check_overflow is not False
     yield ("fp16", "enabled"), config.precision.name == "fp16"
     if autocast:
         yield ("torch_autocast",), {"enabled": True, "dtype": "bfloat16"}
@@ -116,13 +135,64 @@ def read_or_empty(path: str | None) -> dict[str, Any]:
 
 
 def read_file(path: str | None) -> dict[str, Any]:
-    """Return the content of a ds_config file; empty if there is none. Raise ValueError if it is not a JSON object."""
+    """Return the content of a ds_config file; empty if there is none. Raise ValueError if it is no JSON object."""
     if path is None or not Path(path).is_file():
         return {}
-    settings = load_json(Path(path))
+    try:
+        text = Path(path).read_text(encoding="utf-8-sig")
+        settings = json.loads(text, object_pairs_hook=_without_repeats)
+    except RecursionError:
+        raise ValueError(TOO_DEEP) from None
+    except OSError as error:
+        raise ValueError(error.strerror) from None
+    except json.JSONDecodeError as error:
+        is_comment = re.match(r"\s*(//|/\*|#)", text[error.pos :])
+        reason = f"JSON has no comments, but line {error.lineno} has one" if is_comment else str(error)
+        raise ValueError(reason) from None
     if not isinstance(settings, dict):
         raise ValueError(f"it is a {type(settings).__name__}")
     return settings
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the object of some keys and values. Raise ValueError for a repeated key, as DeepSpeed does."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"it has {max(keys, key=keys.count)} twice")
+    return found
+
+
+TOP_LEVEL = "top_level"
+
+
+@lru_cache(maxsize=1)
+def known_keys() -> Mapping[str, list[str]]:
+    """Return the keys that DeepSpeed reads, by the path of their section, as in ``timers.throughput``."""
+    content: dict[str, list[str]] = yaml.safe_load(Path(__file__).with_name("ds_keys.yaml").read_text())
+    return content
+
+
+def key_errors(settings: Mapping[str, Any]) -> Iterator[str]:
+    """Yield an error for each key of a file that DeepSpeed does not read, and each section that has a single value."""
+    for name, known in known_keys().items():
+        section = settings if name == TOP_LEVEL else get_nested(settings, tuple(name.split(".")))
+        if section in (None, "auto"):
+            continue
+        if not isinstance(section, Mapping):
+            yield f"deepspeed.config_file sets {name}={json.dumps(section)}, which is a section of keys: remove it"
+            continue
+        for key in (key for key in section if key not in known):
+            path = key if name == TOP_LEVEL else f"{name}.{key}"
+            yield f"deepspeed.config_file has {path}, which DeepSpeed does not read: {_hint(name, key)}"
+
+
+def _hint(section: str, key: str) -> str:
+    """Return what to write in place of an unknown key of a section: one of another section, or a similar one."""
+    found = [(name, key) for name, known in known_keys().items() if key in known]
+    found += [(section, match) for match in get_close_matches(key, known_keys()[section], n=1)]
+    path = ".".join(name for name in found[0] if name != TOP_LEVEL) if found else ""
+    return f"did you mean {path}?" if path else "remove it"
 
 
 VARIED = (

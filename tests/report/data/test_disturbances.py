@@ -92,6 +92,14 @@ def test_the_page_and_the_files_know_disturbed_runs() -> None:
     assert [row["disturbance"] for row in rows] == ["its mean step took 3.0 times as long as its median step", None]
 
 
+def test_a_single_disturbed_run_is_not_compared() -> None:
+    overview = Overview.from_records([uneven(record(0, speed=90.0), 3.0)])
+    first = next(iter(headline(overview)))
+    assert first == "Another program slowed this run down, so its speed is not known."
+    assert ("speed", "not known") in [(tile.name, tile.value) for tile in build_tiles(overview)]
+    assert "Fastest" not in printed([uneven(record(0, speed=90.0), 3.0)])
+
+
 def test_the_table_of_the_page_has_the_marks(tmp_path: Path) -> None:
     runs = [uneven(record(0, speed=90.0), 3.0), record(1, strategy="fsdp", speed=80.0)]
     columns = {column["title"]: column for column in run_table(Overview.from_records(runs), tmp_path)["columns"]}

@@ -291,6 +291,20 @@ def test_equal_and_different_losses_are_reported(tmp_path: Path) -> None:
     assert "of run 0 (strategy=ddp) and run 1 (strategy=fsdp)." in text
 
 
+@pytest.mark.parametrize("degree", ["tensor", "context"])
+def test_workers_that_share_rows_and_stored_activations_train_the_same(degree: str, tmp_path: Path) -> None:
+    """Half as many groups have their own rows, so a group has twice the rows of a worker in the same global batch."""
+    stored = {"train__activation_checkpointing": "selective", "train__micro_batch_size": 8}
+    runs = [enrich(record(0, train__micro_batch_size=4)), enrich(record(1, **{f"parallel__{degree}": 2}, **stored))]
+    path, console = with_traces(tmp_path, runs), Console(width=200)
+    text = text_of(path, "losses")
+    assert "Same training: losses of 2 runs (global batch 8) are equal at every logged step." in text
+    with console.capture() as capture:
+        console.print(build_overview_table(runs, path))
+    assert "Same training: losses of 2 runs (global batch 8)" in capture.get()
+    assert "batch sizes differ" not in capture.get()
+
+
 def test_other_evaluation_losses_are_not_the_same_training(tmp_path: Path) -> None:
     same = [enrich(record(n, strategy=name, peak=1000.0)) for n, name in enumerate(("ddp", "fsdp"))]
     same[1].metrics.eval_losses = [1.06 * loss for loss in same[1].metrics.eval_losses]

@@ -275,7 +275,12 @@ def large_proof(path: Path) -> None:
         "arithmetic": ["fp32 highest"], "versions": {"torch": "2.13"}, "not_run": ["uneven"], "phases": phases,
         "parameters": errors_of_parameters(phases),
     }  # fmt: skip
-    write_proof(result, ["different, first in phase sgd", "cause: one block is wrong"], {"gradient": "grads"}, path)
+    write_proof(
+        result,
+        ["different, first in phase sgd", "cause: one block is wrong"],
+        {"gradient": "grads", "resume": "resume"},
+        path,
+    )
 
 
 def test_the_page_of_a_proof_shows_where_a_large_model_differs(browser: Browser, tmp_path: Path) -> None:
@@ -299,6 +304,12 @@ def test_the_page_of_a_proof_shows_where_a_large_model_differs(browser: Browser,
         assert wrong.count() == 1
         assert (wrong.get_attribute("title") or "").startswith("transformer.h.7.attention.")
         assert page.locator("#parameters details tbody tr").count() == 242
+        assert page.locator("#phases thead th").all_inner_texts() == ["", "grads"]  # No phase has resumed.
+        assert "grads: gradients before clipping. Numbers are" in page.locator("#phases .note").inner_text()
+        page.locator("#parameters details").evaluate("one => one.open = true")
+        names = page.locator("#parameters details th[scope=row]")
+        assert names.evaluate_all(WHOLE_PARTS), "names break behind their dots only"
+        page.locator("#parameters details").evaluate("one => one.open = false")
         assert page.locator("#phases td.l4").all_inner_texts() == ["5e-01!"]
         assert page.evaluate("document.documentElement.scrollWidth") <= width
         map_width = page.locator("#parameters > .scroll").evaluate("one => one.scrollWidth - one.clientWidth")
@@ -544,6 +555,14 @@ def _expect(page: Page, runs: list[str]) -> None:
 def _filter(page: Page, title: str, text: str) -> None:
     titles = [title.strip() for title in page.locator("#runs-table thead tr").first.locator("th").all_inner_texts()]
     page.locator("#runs-table thead tr").nth(1).locator("th, td").nth(titles.index(title)).locator("input").fill(text)
+
+
+WHOLE_PARTS = """names => names.flatMap(name => [...name.childNodes]).every(node => {
+    const range = document.createRange();
+    range.selectNodeContents(node);
+    return range.getClientRects().length <= 1;
+})"""
+"""Whether each part of a name, up to a dot, is on one line."""
 
 
 def _computed(page: Page, selector: str, name: str) -> str:

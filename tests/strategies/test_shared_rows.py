@@ -1,0 +1,127 @@
+"""What workers with the same rows do not support is refused before a worker starts, with what to type instead."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from distexp.config import ConfigError
+from tests.helpers.runs import resolve_cell
+from tests.helpers.zoo import hugging_face
+
+BASE = ("model=gpt_tiny", "dataset=synthetic", "strategy=fsdp", "cluster.device=cpu", "cluster.workers_per_node=2")
+TENSOR, CONTEXT, FOUR = "parallel.tensor=2", "parallel.context=2", "cluster.workers_per_node=4"
+DEGREES = {"tensor": TENSOR, "context": CONTEXT}
+BATCH = "train.global_batch_size=8"
+Row = tuple[tuple[str, ...], str, tuple[str, ...]]
+
+BOTH: list[Row] = [
+    (("strategy=single",), "not supported by strategy=single", ("strategy=fsdp",)),
+    (("strategy=deepspeed",), "strategy=deepspeed: choose strategy=fsdp or strategy=ddp", ("strategy=ddp",)),
+    (("cluster.workers_per_node=3",), "the workers of a node", (FOUR,)),
+    (("cluster.nodes=2", "cluster.workers_per_node=1"), "a node", ("cluster.workers_per_node=2",)),
+    (("adapter=lora",), "adapter=lora: use adapter=none", ("adapter=none",)),
+    (("offload=true",), "offload=true: use offload=false", ("offload=false",)),
+    (("strategy=ddp", "offload=true"), "offload=true: use offload=false", ("offload=false",)),
+    (("engine=hf_trainer",), "engine=hf_trainer: use engine=native", ("engine=native",)),
+    (("train.compile=true",), "train.compile=blocks: use train.compile=false", ("train.compile=false",)),
+    (("model.dropout=0.1",), "model.dropout=0.1: use model.dropout=0", ("model.dropout=0",)),
+    (("train.micro_batch_size=auto", BATCH), "=auto: use a number", ("train.micro_batch_size=2",)),
+]
+OWN: dict[str, list[Row]] = {
+    "tensor": [
+        (("sharding=hybrid_shard",), "sharding=hybrid_shard needs a mesh of three", ("sharding=full_shard",)),
+        (("sharding=no_shard",), "sharding=no_shard needs a mesh of three", ("sharding=shard_grad_op",)),
+        (("strategy=ddp", "ddp.static_graph=true"), "ddp.static_graph=True has no", ("ddp.static_graph=false",)),
+        (("strategy=ddp", "ddp.communication=bf16"), "=bf16 has no effect", ("ddp.communication=fp32",)),
+        (("scaling=weak_model", "model.tie_embeddings=true"), "use scaling=fixed", ("scaling=fixed",)),
+        (("parallel.tensor=4", FOUR, "model.num_heads=2"), "num_heads=2: use parallel.tensor=2", (TENSOR,)),
+        (("parallel.tensor=3",), "must divide model.num_heads=4: use parallel.tensor=2", (TENSOR,)),
+        (("model=resnet_tiny",), "model=resnet_tiny, which has no attention to share", ("parallel.tensor=1",)),
+    ],
+    "context": [
+        (
+            (TENSOR, FOUR),
+            "use parallel.context=1, or parallel.tensor=1 parallel.context=4",
+            ("parallel.tensor=1", "parallel.context=4"),
+        ),
+        (("train.logits=targets",), "=targets: use train.logits=all", ("train.logits=all",)),
+        (("dataset.max_length=33",), "max_length=33: use dataset.max_length=32", ("dataset.max_length=32",)),
+        (("model.attention=flex",), "=flex of model=gpt_tiny: use model.attention=sdpa", ("model.attention=sdpa",)),
+        (
+            ("model=bloom_tiny", "model.attention=eager"),
+            "=eager of model=bloom_tiny: use model.attention=sdpa",
+            ("model.attention=auto",),
+        ),
+        (("parallel.context=4", FOUR, "model.num_heads=2"), "num_heads=2: use parallel.context=2", (CONTEXT,)),
+        (("parallel.context=3",), "must divide model.num_heads=4: use parallel.context=2", (CONTEXT,)),
+        (
+            ("parallel.context=3", "cluster.workers_per_node=3"),
+            "model.num_heads=4: use parallel.context=2 cluster.workers_per_node=4",
+            (CONTEXT, FOUR),
+        ),
+        (
+            ("model=resnet_tiny", "dataset=tinyimagenet_sample"),
+            "which has no attention to share",
+            ("parallel.context=1",),
+        ),
+    ],
+}
+ROWS = [(DEGREES[way], *row) for way, own in OWN.items() for row in (*BOTH, *own)]
+
+
+@pytest.mark.parametrize(("degree", "overrides", "message", "fixed"), ROWS)
+def test_what_is_not_supported_is_refused_with_what_to_type(
+    degree: str, overrides: tuple[str, ...], message: str, fixed: tuple[str, ...]
+) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        resolve_cell(*BASE, degree, *overrides)
+    assert resolve_cell(*BASE, degree, *overrides, *fixed)
+
+
+@pytest.mark.parametrize("overrides", [("parallel.context=3",), ("strategy=ddp", TENSOR, "offload=true")])
+def test_one_error_has_no_second_one_that_proposes_something_else(overrides: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolve_cell(*BASE, *overrides)
+    assert len(caught.value.errors) == 1
+
+
+def test_models_of_transformers_are_checked_before_a_worker_starts(tmp_path: Path) -> None:
+    models = {kind: hugging_face(tmp_path / kind, kind) for kind in ("gpt2", "mamba", "llama", "qwen2", "mistral")}
+
+    def resolve(kind: str, *overrides: str) -> None:
+        resolve_cell("cluster.device=cpu", "dataset=synthetic", "strategy=fsdp", *models[kind], FOUR, *overrides)
+
+    for kind, degree, message in (
+        ("gpt2", TENSOR, r"\(gpt2\), because no plan .* use parallel\.tensor=1"),
+        ("mamba", CONTEXT, r"\(mamba\), because no training .* use parallel\.context=1"),
+        ("llama", "parallel.tensor=4", r"num_key_value_heads of the model=2: use parallel\.tensor=2"),
+        ("llama", "parallel.context=4", r"num_key_value_heads of the model=2: use parallel\.context=2"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            resolve(kind, degree)
+    with pytest.raises(ConfigError, match=r"model\.attention=eager of model=.*: use model\.attention=sdpa"):
+        resolve("qwen2", CONTEXT, "model.attention=eager")
+    for degree in DEGREES.values():
+        resolve("mistral", degree)
+
+
+@pytest.mark.parametrize("command", ["choose", "forecast"])
+@pytest.mark.parametrize("degree", DEGREES.values())
+def test_commands_without_a_model_of_the_collectives_refuse(degree: str, command: str) -> None:
+    with pytest.raises(ConfigError, match=f"not supported by distexp {command}"):
+        resolve_cell(*BASE, degree, f"command={command}")
+
+
+def test_the_global_batch_counts_workers_with_their_own_rows() -> None:
+    for degree in DEGREES.values():
+        config = resolve_cell(*BASE, degree, FOUR, "train.global_batch_size=32", "train.micro_batch_size=2")
+        assert (config.data_parallel, config.train.gradient_accumulation_steps) == (2, 8)
+
+
+def test_fast_kernels_keep_what_shared_rows_support() -> None:
+    for degree, logits in ((TENSOR, "targets"), (CONTEXT, "all")):
+        train = resolve_cell(*BASE, degree, "kernels=fast").train
+        assert (train.compiled, train.loss, train.logits) == ("none", "full", logits)
