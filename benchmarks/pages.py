@@ -17,10 +17,11 @@ from typing import Any
 from benchmarks.measurement import REPOSITORY
 from benchmarks.speed import read_results
 from benchmarks.tables import MISSING, all_rows, markdown
+from distexp.strategies.parallel.checks import bubble_share
 
 RESULTS = REPOSITORY / "docs" / "results"
 
-PAGES = ("speed.md", "exercises.md", "any-model.md")
+PAGES = ("speed.md", "exercises.md", "any-model.md", "model-parallel.md")
 
 EXERCISES = {
     "fsdp/sharding": ("fsdp_sharding",),
@@ -145,12 +146,61 @@ def lora_table(name: str) -> str:
     return markdown(("micro-batch", "checkpointing", "tokens/s", "peak MiB", "MFU", "HFU"), rows, text=(1,))
 
 
+def memory_table(name: str) -> str:
+    """Return the table of runs whose memory was predicted before them, in MiB on the fullest GPU."""
+    predicted, measured = (
+        json.loads((RESULTS / f"plan_{kind}_{name}.json").read_text())["cells"] for kind in ("predicted", "measured")
+    )
+    rows = []
+    for cell, found in measured.items():
+        first = predicted[cell]
+        words = [text for text in cell.split() if not text.startswith(("strategy=fsdp", "cluster."))]
+        numbers: list[str] = []
+        for figure in ("peak_allocated_mib", "peak_reserved_mib"):
+            error = 100 * (first[figure] / found[figure] - 1)
+            numbers += [f"{found[figure]:,.0f}", f"{first[figure]:,.0f}", f"{round(error, 1) + 0:+.1f} %"]
+        rows.append([" ".join(text.removeprefix("model.name=").removeprefix("train.") for text in words), *numbers])
+    return markdown(("run", "measured", "predicted", "error", "reserved", "predicted", "error"), rows, text=(0,))
+
+
+def bubble_table(name: str) -> str:
+    """Return the table of the bubbles of pipelines. ``measured_bubble`` explains the measured one."""
+    runs = json.loads((RESULTS / name).read_text())
+    rows = []
+    for run in runs:
+        schedule, number = run["schedule"], run["micro_batches"]
+        share = measured_bubble(run, [other for other in runs if other["schedule"] == schedule])
+        predicted = bubble_share(run["workers"], schedule, number)
+        rows.append([
+            schedule, str(number), f"{run['step_ms']:,.1f}", f"{run['tokens_per_second']:,}", f"{100 * share:.1f} %",
+            f"{100 * predicted:.1f} %", f"{100 * (predicted / share - 1):+.0f} %", f"{run['peak_allocated_mib']:,}",
+        ])  # fmt: skip
+    header = ("schedule", "micro-batches", "step ms", "tokens/s", "measured bubble", "predicted", "error", "peak MiB")
+    return markdown(header, rows, text=(0,))
+
+
+def measured_bubble(run: dict[str, Any], runs: Sequence[dict[str, Any]]) -> float:
+    """Return the share of a step that is not the work on its micro-batches.
+
+    The work on one is the time that a further one adds, between the fewest and the most micro-batches of ``runs``.
+    """
+    first, last = (extreme(runs, key=lambda each: each["micro_batches"]) for extreme in (min, max))
+    work = (last["step_ms"] - first["step_ms"]) / (last["micro_batches"] - first["micro_batches"])
+    return 1 - run["micro_batches"] * work / run["step_ms"]
+
+
 def tables(page: str) -> dict[str, str]:
     """Return the tables of a page by their titles."""
     if page == "speed.md":
         return {path.name: speed_table(path.name) for path in sorted(RESULTS.glob("speed_*.json"))}
     if page == "any-model.md":
         return {"loops": loops_table("any_model_h100.json"), "LoRA": lora_table("lora8b_h100.json")}
+    if page == "model-parallel.md":
+        return {
+            "memory": memory_table("parallel"),
+            "bubble": bubble_table("pipeline_h200.json"),
+            "tensor": loops_table("tensor_h200.json"),
+        }
     return {title: exercise_table(sweeps) for title, sweeps in EXERCISES.items()}
 
 
