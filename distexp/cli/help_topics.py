@@ -35,7 +35,7 @@ GROUPS = {
     "tracker": "experiment tracker",
     "plan": "prediction of memory before a run",
     "scaling": "how the work changes with the number of workers",
-    "experiment": "presets: the 21 exercises of the workshop (docs/workshop.md), each with its sweep and its table",
+    "experiment": "presets: the 28 exercises of the workshop (docs/workshop.md), each with its sweep and its table",
     "scale": "limits that shrink a run",
 }
 """Config groups and their meaning."""

@@ -56,6 +56,29 @@ def causality_error(model: ModelConfig, architecture: Mapping[str, Any]) -> str 
 TIMM_MISSING = "model=timm needs its library: pip install 'distexp[vision]'"
 
 
+MODEL_TYPE = "model_type"
+"""Option that makes the keys of ``model`` and its ``options`` a whole model of transformers, without a config.json."""
+
+TRANSFORMERS_NAMES = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "hidden_size",
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+    "ff_dim": "intermediate_size",
+    "seq_length": "max_position_embeddings",
+}
+"""Keys of ``model`` for such a model, and their names in its config.json."""
+
+
+def architecture_of(model: ModelConfig) -> Mapping[str, Any]:
+    """Return config.json of a model of transformers with the changes of ``model.options``; empty if unreadable."""
+    if MODEL_TYPE in model.options:
+        sizes = {name: vars(model)[key] for key, name in TRANSFORMERS_NAMES.items() if key in model.keys}
+        return {**sizes, **model.options}
+    found = read_architecture(model.name)
+    return {**found, **model.options} if found else {}
+
+
 def read_architecture(source: str) -> Mapping[str, Any]:
     """Return config.json of a folder, or of a hub id in the local cache; empty if it cannot be read."""
     path = Path(source, "config.json")

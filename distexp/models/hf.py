@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from distexp.config import ConfigError, ModelConfig
-from distexp.config.model_checks import causality_error, validate_model
+from distexp.config.model_checks import MODEL_TYPE, architecture_of, causality_error, validate_model
 from distexp.data.base import TaskData
 from distexp.exceptions import first_line
 from distexp.models import task_models
@@ -59,7 +59,10 @@ def build(model: ModelConfig, num_classes: int) -> nn.Module:
 
 def _read_config(model: ModelConfig, num_classes: int) -> Any:
     """Read the configuration of a model with room for the tokenizer or the classes, and set its dropout."""
-    config = read_config("model.name", model.name, model.options)
+    if MODEL_TYPE in model.options:  # no file has the architecture
+        config = _config_of(dict(architecture_of(model)))
+    else:
+        config = read_config("model.name", model.name, model.options)
     if model.traits.is_causal and (error := causality_error(model, config.to_dict())):
         raise ConfigError(error)
     if not task_models.supports(config, model.task):
@@ -88,6 +91,30 @@ def _read_config(model: ModelConfig, num_classes: int) -> Any:
         for name in rates:
             setattr(text, name, model.dropout)
     return config
+
+
+def _config_of(values: dict[str, Any]) -> Any:
+    """Build a configuration from the values of a config.json. Raise ConfigError if one is wrong."""
+    from transformers import AutoConfig
+
+    kind = values.pop(MODEL_TYPE)
+    try:
+        config = AutoConfig.for_model(kind)
+        if unknown := sorted(set(values) - {*config.to_dict(), "rope_theta"}):
+            raise _unknown_option(unknown[0], config, f"model.options.{MODEL_TYPE}={kind}")
+        return AutoConfig.for_model(kind, **values)
+    except (ValueError, TypeError) as error:
+        raise ConfigError(
+            f"model.options describes no model of transformers ({first_line(error)}): correct it"
+        ) from error
+
+
+def _unknown_option(name: str, config: Any, where: str) -> ConfigError:
+    known = get_close_matches(name, config.to_dict(), n=3) or ["its keys"]
+    return ConfigError(
+        f"model.options.{name} is not a value of the config.json of {where} ({config.model_type}): use "
+        f"{', '.join(known)}, or leave it out"
+    )
 
 
 def _set_attention(config: Any, model: ModelConfig) -> None:
@@ -129,11 +156,7 @@ def read_config(key: str, source: str, changes: Mapping[str, Any] | None = None)
     except (OSError, ValueError, KeyError) as error:
         raise _read_error(key, source, "a model's config.json", error) from error
     if unknown := sorted(set(unknown) & set(changes or {})):
-        known = get_close_matches(unknown[0], config.to_dict(), n=3) or ["its keys"]
-        raise ConfigError(
-            f"model.options.{unknown[0]} is not a value of the config.json of {key}={source} ({config.model_type}): "
-            f"use {', '.join(known)}, or leave it out"
-        )
+        raise _unknown_option(unknown[0], config, f"{key}={source}")
     return config
 
 

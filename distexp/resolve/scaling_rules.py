@@ -11,6 +11,9 @@ from distexp.config.model_checks import searches_micro_batch
 from distexp.resolve.resources import parameter_count, ties_embeddings
 from distexp.strategies.base import load_strategy
 
+KV_HEADS = "num_key_value_heads"
+"""Option of models of transformers that is limited as ``model.num_heads`` is."""
+
 
 def apply_scaling(config: Config) -> list[str]:
     """Apply the chosen rule, unless the run has too many workers, and return the errors."""
@@ -206,18 +209,20 @@ def shrink_to_scale(config: Config) -> list[str]:
         if train.global_batch_size is not None:
             train.global_batch_size = train.global_batch_size * train.micro_batch // original
     _limit(train, gradient_accumulation_steps=scale.gradient_accumulation_steps)
-    if config.precision.name == "fp16" and config.cluster.device == "cpu":
-        config.precision.name = "fp32"  # fp16 needs a GPU
+    in_half = config.precision.name == "fp16" or (config.exercise and config.precision.name == "bf16")
+    if in_half and config.cluster.device == "cpu":
+        config.precision.name = "fp32"  # fp16 needs a GPU, and losses of exercises are compared
     return errors
 
 
 def shrink_global_batch(config: Config) -> None:
     """Limit the global batch size to what the limits of the scale give."""
     scale, train = config.scale, config.train
-    micro_batch = scale.micro_batch_size if searches_micro_batch(config) else train.micro_batch
-    if train.global_batch_size is not None and micro_batch and scale.gradient_accumulation_steps:
-        largest = micro_batch * scale.gradient_accumulation_steps * config.data_parallel
-        train.global_batch_size = min(train.global_batch_size, largest)
+    if train.global_batch_size is not None and scale.micro_batch_size and scale.gradient_accumulation_steps:
+        per_worker = scale.micro_batch_size * scale.gradient_accumulation_steps
+        if not searches_micro_batch(config):
+            per_worker = max(1, per_worker // train.micro_batch) * train.micro_batch
+        train.global_batch_size = min(train.global_batch_size, per_worker * config.data_parallel)
 
 
 def check_worker_limit(config: Config) -> list[str]:
@@ -233,9 +238,9 @@ def check_worker_limit(config: Config) -> list[str]:
 
 
 def check_exercise_device(config: Config) -> list[str]:
-    """Return an error if an exercise in fp16 and of full size is on a machine without a GPU."""
+    """Return an error if an exercise in fp16 or bf16 and of full size is on a machine without a GPU."""
     full_on_cpu = config.scale.name == "full" and config.cluster.device == "cpu"
-    if not (config.exercise and full_on_cpu and config.precision.name == "fp16"):
+    if not (config.exercise and full_on_cpu and config.precision.name in ("fp16", "bf16")):
         return []
     return [
         f"experiment={config.exercise} needs GPUs, but this run is on cpu: add scale=tiny to run it on CPUs, or "
@@ -254,6 +259,8 @@ def _shrink_model(config: Config) -> list[str]:
     model.tokenizer = None if model.tokenizer is None else "byte"
     _limit(model, num_layers=scale.layers, num_heads=scale.heads)
     _limit(model, vocab_size=scale.vocab_size, seq_length=scale.max_length)
+    if KV_HEADS in model.options:
+        model.options = {**model.options, KV_HEADS: _at_most(model.options[KV_HEADS], scale.heads)}
     if model.depths is not None:
         model.depths = [_at_most(depth, scale.layers) for depth in model.depths]
     if scale.shrink is not None:

@@ -211,7 +211,7 @@ def _check_kind_of_memory(config: Config) -> Iterator[str]:
         )
 
 
-TRACKER_LIBRARIES = frozenset({"tensorboard", "wandb", "mlflow"})
+TRACKER_LIBRARIES = frozenset({"tensorboard", "wandb", "mlflow", "trackio"})
 """Trackers whose name is that of an optional library."""
 
 

@@ -1,1 +1,1 @@
-"""Trackers: TensorBoard, Weights & Biases and MLflow, in a separate process."""
+"""Trackers: TensorBoard, Weights & Biases, MLflow and trackio, in a separate process."""

@@ -1,4 +1,4 @@
-"""Trackers for TensorBoard, Weights & Biases and MLflow."""
+"""Trackers for TensorBoard, Weights & Biases, MLflow and trackio."""
 
 import json
 import os
@@ -197,3 +197,29 @@ class MLflow:
             self.client.log_artifact(self.run_id, str(path))
         self.client.set_terminated(self.run_id, "FINISHED" if record.status == "completed" else "FAILED")
         return [f"mlflow ui --backend-store-uri {self.uri}"]
+
+
+class Trackio:
+    """Tracker that logs to a run in trackio's local database."""
+
+    def __init__(self, spec: RunSpec, directory: Path) -> None:
+        import trackio
+
+        self.project, self.step = spec.config.tracker.project, 0
+        config = json.loads(json.dumps(flat_config(spec), default=str))
+        # Other runs may have the same name and number, so the run id is added.
+        name = f"{run_name(spec)[:100]} {spec.run.id}"
+        options = {"embed": False, "auto_log_gpu": False, "auto_log_cpu": False}  # distexp measures both
+        self.run = trackio.init(self.project, name=name, group=spec.run.name, config=config, **options)
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Log the metrics of a step."""
+        self.step = step
+        self.run.log(dict(values), step=step)
+
+    def finish(self, record: RunRecord, summary: Mapping[str, float], files: Iterable[Path]) -> list[str]:
+        """Log the summary at the last step, and end the run; files stay in the run directory."""
+        status = {"summary/completed": float(record.status == "completed")}
+        self.log(self.step, {f"summary/{name}": value for name, value in summary.items()} | status)
+        self.run.finish()
+        return [f"trackio show --project {self.project}"]

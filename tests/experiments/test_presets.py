@@ -43,6 +43,13 @@ SHAPES = {
     "fsdp/custom_multi_gpu": GPUS_1_TO_8,
     "fsdp/custom_multi_node": NODES_1_TO_8,
     "fsdp/custom_weak_scaling": [(1, 2), (1, 4), (1, 8), (2, 8)],
+    "cut/lora": GPUS_1_TO_8,
+    "cut/tensor": [(1, 2), (1, 4), (1, 8)],
+    "cut/mesh": 3 * [(1, 4)],
+    "cut/context": 3 * [(1, 4)],
+    "cut/recompute": 3 * [(1, 2)],
+    "cut/mixtral": [(1, 2), (1, 4), (1, 8)],
+    "map/strategies": 24 * [(1, 2)],
     "memory/parts": 4 * ONE,
     "time/step": 4 * [(1, 2)],
 }
@@ -116,6 +123,15 @@ def test_preset_has_its_runs_and_fills_its_table(preset: str) -> None:
 def check_workshop_hyperparameters(preset: str, record: RunRecord) -> None:
     config, train = record.config, record.config["train"]
     assert config["exercise"] == preset
+    if preset.startswith("map/"):
+        assert (train["global_batch_size"], train["max_steps"], config["plan"]["name"]) == (32, 20, "check")
+        return
+    if preset.startswith("cut/"):  # the values of NeMo's recipes in the workshop
+        assert (config["precision"]["name"], train["micro_batch_size"], train["learning_rate"]) == ("bf16", 1, 1e-4)
+        if preset != "cut/context":
+            assert (train["global_batch_size"], config["dataset"]["max_length"]) == (8, 2048)
+            assert config["dataset"]["train_size"] == 250 * 8
+        return
     assert config["precision"]["name"] == "fp16"
     if preset.startswith("ddp/"):
         assert (train["optimizer"], train["schedule"], train["micro_batch_size"]) == ("sgd", "step", 512)
@@ -141,7 +157,7 @@ def test_scale_tiny_shrinks_every_preset(preset: str) -> None:
     cells = cells_of(preset)
     first = resolve_or_error(cells[0], "scale=tiny")
     assert isinstance(first, Config), first
-    assert first.dataset.name.endswith("_sample")
+    assert first.dataset.name in ("squad_sample", "tinyimagenet_sample", "synthetic")
     assert (first.cluster.device, first.precision.name) == ("cpu", "fp32")
     assert (first.dataset.train_size or 0) <= 64 * 4
     assert max(first.model.hidden_size or 0, first.model.width or 0) <= 128

@@ -470,3 +470,23 @@ def test_a_tiny_llama_trains_under_fsdp(tmp_path: Path) -> None:
     assert record["metrics"]["tflops_per_device"] > 0
     assert done.stdout.startswith("llama on squad_sample, fsdp full_shard")
     assert "Loading weights" not in done.stdout
+
+
+@pytest.mark.parametrize(("name", "parameters"), [("llama31_8b", 8_030_261_248), ("mixtral_8x7b", 46_702_792_704)])
+def test_a_shape_needs_no_file(name: str, parameters: int) -> None:
+    with torch.device("meta"):
+        built = hf.build(resolve_cell(f"model={name}", "dataset=synthetic", "dataset.max_length=64").model, 100)
+    assert sum(weight.numel() for weight in built.parameters()) == parameters
+
+
+def test_a_shape_shrinks_and_its_heads_are_checked() -> None:
+    tiny = resolve_cell("model=llama31_8b", "scale=tiny", "parallel.tensor=4", "cluster.workers_per_node=4").model
+    assert hf.build(tiny, 100).config.to_dict().items() >= {"num_key_value_heads": 4, "hidden_size": 128}.items()
+    with pytest.raises(ConfigError, match=r"parallel.tensor=2 is not supported by model.name=mixtral_8x7b \(mixtral\)"):
+        resolve_cell("model=mixtral_8x7b", "scale=tiny", "parallel.tensor=2", "cluster.workers_per_node=2")
+
+
+def test_an_unknown_value_of_a_shape_is_refused() -> None:
+    model = resolve_cell("model=llama31_8b", "dataset=synthetic", "+model.options.num_key_value_heds=4").model
+    with pytest.raises(ConfigError, match=r"num_key_value_heds is not a value .*\(llama\): use num_key_value_heads"):
+        hf.build(model, 100)

@@ -52,7 +52,7 @@ def test_the_global_batch_sets_the_accumulation() -> None:
     [
         (("train.micro_batch_size=6", "train.global_batch_size=48"), (4, 2, 16)),
         (("train.micro_batch_size=6", "train.global_batch_size=12"), (4, 1, 8)),
-        (("train.micro_batch_size=2", "train.global_batch_size=48"), (2, 2, 8)),
+        (("train.micro_batch_size=2", "train.global_batch_size=48"), (2, 4, 16)),
         (("train.micro_batch_size=auto", "train.global_batch_size=48"), ("auto", 1, 16)),
         (("train.micro_batch_size=auto", "train.global_batch_size=6"), ("auto", 1, 6)),
     ],

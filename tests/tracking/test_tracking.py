@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import sqlite3
 import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -65,6 +67,24 @@ def test_tensorboard_has_every_step_and_the_summary(run: tuple[Path, subprocess.
     (evaluated,) = events.Scalars("eval/loss")
     assert evaluated.value == pytest.approx(metrics.eval_loss)
     assert "config/text_summary" in events.Tags()["tensors"]
+
+
+def test_trackio_has_every_step_and_the_summary(
+    run: tuple[Path, subprocess.CompletedProcess[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("trackio")
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "store"))
+    messages = follow(run[0], TrackerConfig("trackio", "distexp.tracking.trackers.Trackio"))
+    assert messages == ["trackio: trackio show --project distexp"]
+    read = "import sys, trackio, json; runs = trackio.Api().runs('distexp'); print(json.dumps([r.name for r in runs]))"
+    done = subprocess.run([sys.executable, "-c", read], capture_output=True, text=True, check=True)
+    (name,) = json.loads(done.stdout.splitlines()[-1])
+    assert RunRecord.read(run[0] / "record.json").run.id in name
+    (database,) = (tmp_path / "store").glob("distexp*.db")
+    with sqlite3.connect(database) as connection:
+        rows = [json.loads(text) for (text,) in connection.execute("SELECT metrics FROM metrics ORDER BY step, id")]
+    assert [row["train/loss"] for row in rows if "train/loss" in row] == pytest.approx(losses(run[0]))
+    assert rows[-1]["summary/completed"] == 1
 
 
 def test_mlflow_has_parameters_metrics_and_files(

@@ -37,7 +37,8 @@ def exercise_tables(overview: Overview) -> Iterator[TextTable]:
 def fill_table(exercise: str, layout: Layout, overview: Overview, groups: Sequence[RunGroup]) -> TextTable:
     """Build the table of an exercise. Rows of the workshop without a run are marked ``not run``."""
     keyed = _assign_rows(layout, groups)
-    baseline = next((group for key, group in keyed if key == layout.keys[0] and group and group.completed), None)
+    first = next(iter(layout.keys), None)
+    baseline = next((group for key, group in keyed if key == first and group and group.completed), None)
     counts = Counter(key for key, _ in keyed)
     rows: list[TableRow] = []
     reasons: dict[str, str] = {}

@@ -155,7 +155,10 @@ class Layout:
         if self.first_label is not None and key == self.keys[0]:
             return tuple(self.first_label)
         texts = {name: self.texts.get(name, {}) for name in self.rows}
-        values = {name: texts[name].get(value, format_setting(value)) for name, value in zip(texts, key, strict=True)}
+        values = {
+            name.rpartition(".")[2]: texts[name].get(value, format_setting(value))
+            for name, value in zip(texts, key, strict=True)
+        }
         return tuple(text.format(**values) for text in self.label)
 
 

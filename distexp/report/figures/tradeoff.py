@@ -239,8 +239,13 @@ def build_memory_throughput(overview: Overview, traces: Sequence[RunTrace]) -> F
     out_of_memory = tuple(group for group in failed if group.metric(memory))
     tradeoff = Tradeoff(overview, memory, MEMORIES[memory], "MiB", ",.0f", out_of_memory)
     offload = build_offload_table(overview, memory)
-    crosses = ["Red crosses: runs out of memory, at their peak."] if out_of_memory else []
-    figure = tradeoff.build("memory_throughput", "Memory against throughput", "smaller", "memory", *crosses)
+    notes = ["Red crosses: runs out of memory, at their peak."] if out_of_memory else []
+    too_large = [
+        group.label for group in overview.groups if group.status == "invalid" and group.rows[0].record.predicted
+    ]
+    if too_large:
+        notes.append(f"Not run, because the memory was predicted not to suffice: {', '.join(too_large)}.")
+    figure = tradeoff.build("memory_throughput", "Memory against throughput", "smaller", "memory", *notes)
     return figure and replace(figure, tables=(offload,) if offload else ())
 
 

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from distexp.config import Command, Config
-from distexp.config.model_checks import read_architecture
+from distexp.config.model_checks import architecture_of
 
 GPT, BLOOM, HUGGING_FACE = "distexp.models.gpt.build", "distexp.models.bloom.build", "distexp.models.hf.build"
 
@@ -299,7 +299,7 @@ def _model_errors(config: Config, typed: str, alone: str) -> Iterator[str]:
     types = PIPELINE_TYPES if is_pipeline else types
     sizes: dict[str, Any] = {"model.num_heads": model.num_heads}
     if model._target_ == HUGGING_FACE:
-        found = read_architecture(model.name)
+        found = architecture_of(model)
         kind = found.get("model_type")
         if found and kind not in types:
             yield (
@@ -307,7 +307,7 @@ def _model_errors(config: Config, typed: str, alone: str) -> Iterator[str]:
                 f"compared with one worker: use {alone} strategy=fsdp, or one of {', '.join(types)}"
             )
             return
-        sizes = _heads({**found, **model.options})
+        sizes = _heads(found or model.options)
     elif model._target_ not in (GPT, BLOOM) and (model._target_.startswith("distexp.") or not is_tensor):
         is_own = model._target_.startswith("distexp.")
         reason = "which has no attention to share" if is_own else "whose attention cannot exchange heads"

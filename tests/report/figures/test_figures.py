@@ -19,6 +19,7 @@ from distexp.report.figures.base import Figure, Panel, render_files
 from distexp.report.overview_table import build_overview_table
 from distexp.report.traces import describe_same_training, load_traces
 from distexp.runs.record import RunRecord
+from distexp.runs.record_sections import Predicted
 from tests.helpers.records import add_parts, record, write
 from tests.helpers.report_sweeps import enrich, growing_sweep, with_traces, write_traces, zero_sweep
 
@@ -83,6 +84,15 @@ def test_memory_throughput_has_a_front_per_model_and_names_runs_out_of_memory(tm
     assert [sum(point["front"] == n for point in front) for n in (0, 1)] == [6, 5]
     assert "Red crosses: runs out of memory" in figure.caption
     assert "bloom_3b  1  true  false  oom_gpu without it  -" in text_of(tmp_path, "memory_throughput")
+
+
+def test_memory_throughput_names_runs_that_were_predicted_not_to_fit(tmp_path: Path) -> None:
+    runs = [record(n, strategy=name, speed=100.0 + n, peak=1000.0) for n, name in enumerate(("ddp", "fsdp", "single"))]
+    runs[2].status, runs[2].predicted = "invalid", Predicted(peak_allocated_mib=99_000.0)
+    with_prediction = figures(with_traces(tmp_path / "a", runs))["memory_throughput"].caption
+    assert "Not run, because the memory was predicted not to suffice: 2." in with_prediction
+    runs[2].predicted = None
+    assert "Not run" not in figures(with_traces(tmp_path / "b", runs))["memory_throughput"].caption
 
 
 def test_differences_within_the_noise_make_no_front(tmp_path: Path) -> None:
