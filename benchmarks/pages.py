@@ -154,12 +154,12 @@ def memory_table(name: str) -> str:
     rows = []
     for cell, found in measured.items():
         first = predicted[cell]
-        words = [text for text in cell.split() if not text.startswith(("strategy=fsdp", "cluster."))]
+        shown = [text for text in cell.split() if not text.startswith(("strategy=fsdp", "cluster."))]
         numbers: list[str] = []
         for figure in ("peak_allocated_mib", "peak_reserved_mib"):
             error = 100 * (first[figure] / found[figure] - 1)
             numbers += [f"{found[figure]:,.0f}", f"{first[figure]:,.0f}", f"{round(error, 1) + 0:+.1f} %"]
-        rows.append([" ".join(text.removeprefix("model.name=").removeprefix("train.") for text in words), *numbers])
+        rows.append([" ".join(text.removeprefix("model.name=").removeprefix("train.") for text in shown), *numbers])
     return markdown(("run", "measured", "predicted", "error", "reserved", "predicted", "error"), rows, text=(0,))
 
 

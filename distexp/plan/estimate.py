@@ -91,8 +91,9 @@ def unknown_error(config: Config, *, on_gpu: bool) -> str:
     if on_gpu and shares.pipeline > 1 and STAGES_PER_WORKER[schedule_of(config)] > 1:
         return f"parallel.schedule={schedule_of(config)} reserved up to 16 % more memory than predicted on GPUs"
     if shares.expert > 1:
-        what = "parallel.expert, which assume that all experts get equally many tokens,"
-    elif shares.copies > 1 and not on_gpu:
+        more = ", and runs on GPUs reserved up to 10 % more" if on_gpu else ""
+        return f"predictions of parallel.expert assume that all experts get equally many tokens{more}"
+    if shares.copies > 1 and not on_gpu:
         what = "workers with the same rows (section parallel)"
     elif config.train.activation_checkpointing == "selective" and not on_gpu:
         what = "train.activation_checkpointing=selective"

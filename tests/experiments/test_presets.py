@@ -49,6 +49,8 @@ SHAPES = {
     "cut/context": 3 * [(1, 4)],
     "cut/recompute": 3 * [(1, 2)],
     "cut/mixtral": [(1, 2), (1, 4), (1, 8)],
+    "cut/expert": 3 * [(1, 8)],
+    "cut/pipeline": 2 * [(1, 2)],
     "map/strategies": 24 * [(1, 2)],
     "memory/parts": 4 * ONE,
     "time/step": 4 * [(1, 2)],
