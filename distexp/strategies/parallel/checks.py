@@ -155,7 +155,7 @@ def _mixture_errors(config: Config, typed: str, alone: str) -> Iterator[str]:
     if model._target_ != HUGGING_FACE:
         yield f"{typed} is not supported by model={model.name}: use {alone}, or model=hf with {types}"
         return
-    found = {**read_architecture(model.name), **model.options}
+    found = architecture_of(model)
     if (kind := found.get("model_type")) and kind not in EXPERT_TYPES:
         yield f"{typed} is not supported by model.name={model.name} ({kind}): use {alone}, or {types}"
         return
@@ -280,7 +280,7 @@ def _schedule_errors(config: Config, alone: str) -> Iterator[str]:
     name, layers = "model.num_layers", config.model.num_layers
     if config.model._target_ == HUGGING_FACE:
         name = "num_hidden_layers of the model"
-        layers = {**read_architecture(config.model.name), **config.model.options}.get("num_hidden_layers")
+        layers = architecture_of(config.model).get("num_hidden_layers")
     stages = workers * STAGES_PER_WORKER[schedule]
     if layers is not None and layers < stages:
         most, total = layers // STAGES_PER_WORKER[schedule], config.cluster.world_size
