@@ -17,7 +17,7 @@ from urllib.parse import quote
 
 import vl_convert
 from jinja2 import Environment, StrictUndefined
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
 from distexp.config.overrides import copyable_command, join_first
 from distexp.report.data.answer import build_tiles, headline, repeat_command
@@ -95,7 +95,10 @@ def write_page(overview: Overview, figures: Sequence[Figure], path: Path, skippe
 
 
 def _draw(figure: Figure, index: int) -> str:
-    return "".join(f'<div class="{kind}">{svg}</div>' for kind, svg in figure.draw_panel(index))
+    label = escape(": ".join(filter(None, (figure.title, figure.panels[index].title))))
+    tag = f'<svg role="graphics-document" aria-label="{label}" '  # not img, because its marks are links
+    drawn = ((kind, svg.replace("<svg ", tag, 1)) for kind, svg in figure.draw_panel(index))
+    return "".join(f'<div class="{kind}">{svg}</div>' for kind, svg in drawn)
 
 
 @cache

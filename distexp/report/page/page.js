@@ -105,6 +105,10 @@ async function drawRuns({ columns, rows }) {
   });
   const box = element("div", undefined, { class: "scroll" });
   const drawn = table.table().node();
+  for (const icon of drawn.querySelectorAll("thead svg")) icon.setAttribute("aria-hidden", "true");
+  for (const head of drawn.querySelectorAll("thead th")) head.scope = "col";
+  for (const filter of drawn.querySelectorAll("thead input"))
+    filter.setAttribute("aria-label", `filter ${columns[filter.closest("th, td").cellIndex].title}`);
   drawn.replaceWith(box);
   box.append(drawn);
   // Print all rows, not one page of them.
