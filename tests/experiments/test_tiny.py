@@ -24,6 +24,12 @@ MANY_RUNS = HELPERS / "many_runs.py"
 SHORT = ("scale.train_size=16", "scale.eval_size=4", "train.max_steps=2", "train.measure_after_step=1")
 
 
+def group_of(preset: str) -> tuple[int, bool]:
+    """Return the number of workers, and whether they share layers: such runs need other process groups."""
+    is_cut = preset in ("cut/recompute", "cut/tensor")
+    return (1 if runs_on_one_worker(preset) else 2), is_cut
+
+
 def runs_on_one_worker(preset: str) -> bool:
     return preset.endswith(("baseline", "single", "single_gpu", "pin_memory", "zero_stages", "model_sizes", "parts"))
 
@@ -32,12 +38,13 @@ def runs_on_one_worker(preset: str) -> bool:
 def tables(tmp_path_factory: pytest.TempPathFactory) -> dict[str, TextTable]:
     """Return the table of every preset after one run; runs with equal workers share their processes."""
     found: dict[str, TextTable] = {}
-    for workers in (1, 2):
+    for workers, is_cut in ((1, False), (2, False), (2, True)):
         folder = tmp_path_factory.mktemp("tiny") / "deepspeed"
         place = ("cluster.nodes=1", f"cluster.workers_per_node={workers}")
         for preset in options_of("experiment"):
-            if runs_on_one_worker(preset) == (workers == 1):
-                words = [word.replace("'", "") for word in cells_of(preset, *place)[-1]]
+            if group_of(preset) == (workers, is_cut):
+                position = 0 if preset.startswith("cut/") else -1  # later cells are cut for more workers
+                words = [word.replace("'", "") for word in cells_of(preset, *place)[position]]
                 if preset == "deepspeed/pin_memory":
                     words.append("offload=true")
                 spec = make_spec(*words, *place, "scale=tiny", *SHORT)
@@ -61,7 +68,7 @@ def test_tiny_run_fills_a_row_of_its_table(preset: str, tables: dict[str, TextTa
     assert ("no GPU" in cells) == (preset not in WITHOUT_GPU_COLUMNS)
     measured = [cell for cell in cells if re.fullmatch(r"[\d,]+\.\d+(x| M)?", cell)]
     assert measured, table
-    assert ("not run" in cells) == (preset not in ("ddp/baseline", *SHEETS))
+    assert ("not run" in cells) == (preset not in ("ddp/baseline", "map/strategies", *SHEETS))
 
 
 def test_sweep_too_large_for_scale_tiny_reports_it_and_writes_the_table(tmp_path: Path) -> None:
