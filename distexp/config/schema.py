@@ -189,7 +189,7 @@ class TrainConfig:
     )  # fmt: skip
     loss: str | None = key(
         None,
-        "Loss of a causal LM. `chunked`: the same loss, with the logits of one chunk in memory at a time. `own`: that "
+        "Loss of a causal LM. `chunked`: the same loss with the logits of one chunk in memory at a time. `own`: that "
         "of an own model, which gets the labels.",
         choices=("full", "chunked", "own"), reference="full", id_if_changed=True,
     )  # fmt: skip
@@ -215,7 +215,7 @@ class TrainConfig:
         choices=("autocast", "step"), reference="autocast", id_if_changed=True,
     )  # fmt: skip
     fused_update: bool | None = key(
-        None, "Clip the gradients, update the weights by AdamW, and cast them, in one kernel, for single and DDP.",
+        None, "Clip the gradients and update and cast the weights by AdamW in one kernel, for single and DDP.",
         reference=False, id_if_changed=True,
     )  # fmt: skip
     channels_last: bool | None = key(

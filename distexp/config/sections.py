@@ -304,16 +304,14 @@ class ParallelConfig:
     """Ways to share one model between workers, next to those of the strategy. The other workers have other rows."""
 
     tensor: int = key(
-        1, "Workers of a node that share the matrices of each layer (tensor parallelism), with the same rows.",
+        1, "Workers of a node that share the matrices of each layer and compute the same rows.",
         at_least=1, id_if_changed=True,
     )  # fmt: skip
-    context: int = key(
-        1, "Workers of a node that share the tokens of each row (context parallelism).", at_least=1, id_if_changed=True
-    )
+    context: int = key(1, "Workers of a node that share the tokens of each row.", at_least=1, id_if_changed=True)
     expert: int = key(1, "Workers that share the experts of each layer.", at_least=1, id_if_changed=True)
-    pipeline: int = key(1, "Workers with different blocks (pipeline parallelism).", at_least=1, id_if_changed=True)
+    pipeline: int = key(1, "Workers that have the blocks of a model together.", at_least=1, id_if_changed=True)
     schedule: str | None = key(
-        None, "Order of the micro-batches in a pipeline. With the last two, each worker has two stages.", null="1f1b",
+        None, "Order of the micro-batches in a pipeline. A worker has two stages with the last two.", null="1f1b",
         choices=("gpipe", "1f1b", "interleaved", "zero_bubble"), id_if_changed=True,
     )  # fmt: skip
 

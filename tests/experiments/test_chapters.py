@@ -80,7 +80,7 @@ def test_a_run_of_a_page_composes(page: str, line: list[str], tmp_path: Path, mo
 def test_the_pages_name_commands_and_presets_that_exist() -> None:
     assert {line[0] for page in PAGES for line in distexp_lines(page.name)} >= COMMANDS
     (day,) = (line for line in distexp_lines("whole-day.md") if "cluster.partition=gpu" in line)
-    assert sum(len(cells_of(name)) for name in options_of("experiment")) == 128
+    assert sum(len(cells_of(name)) for name in options_of("experiment")) == 133
     assert resolve_cell("experiment=fsdp/baseline", *day[1:])
 
 

@@ -49,7 +49,7 @@ SHAPES = {
     "cut/context": 3 * [(1, 4)],
     "cut/recompute": 3 * [(1, 2)],
     "cut/mixtral": [(1, 2), (1, 4), (1, 8)],
-    "cut/expert": 3 * [(1, 8)],
+    "cut/expert": 3 * [(1, 4)],
     "cut/pipeline": 2 * [(1, 2)],
     "map/strategies": 24 * [(1, 2)],
     "memory/parts": 4 * ONE,
