@@ -135,7 +135,8 @@ def profile_notes(profile: StepProfile) -> Iterator[str]:
     if profile.on_gpu and profile.overhead_ms > LARGE_DIFFERENCE * profile.step_ms:
         yield (
             f"The profiler made the step {profile.overhead_ms / profile.step_ms:.0%} longer. This is left out of "
-            "slow launches, host work and waiting, in proportion to their size, and then of the data wait."
+            "slow launches, host work, waiting and idle time of the optimizer, in proportion to their size, and then "
+            "of the data wait."
         )
     if profile.includes_overhead and profile.on_gpu:
         yield "The parts include the overhead of the profiler, because the batches have different sizes."

@@ -83,6 +83,7 @@ class Metrics:
             "[].launch_idle_ms": "GPU without work because the CPU launches kernels too slowly, in ms. Null: no GPU.",
             "[].data_wait_ms": "Waiting for data, in ms.",
             "[].optimizer_ms": "Clipping and update of the weights, in ms.",
+            "[].optimizer_idle_ms": "Part of it without work for the GPU, in ms. Null: no GPU.",
             "[].host_ms": "Other work of the CPU, in ms.",
             "[].hidden_communication_ms": "Collectives behind computation, in ms. It is not part of the sum.",
             "[].profiled_step_ms": "Duration with the overhead of the profiler, in ms.",

@@ -95,7 +95,7 @@ def test_a_few_more_labels_do_not_hide_the_overhead_of_the_profiler(tmp_path: Pa
     """With ``train.logits=targets``, the labels of a step vary, and are few in relation to its tokens."""
     collate = TargetTokens(TextCollate(0, None))
     steps = [[collate([_sample(20_000, labels)])] for labels in (100, 200, 400)]
-    parts = dict.fromkeys(("host_ms", "waiting_ms", "data_wait_ms", "cpu_busy_ms"), 0.0)
+    parts = dict.fromkeys(("host_ms", "waiting_ms", "data_wait_ms", "cpu_busy_ms", "optimizer_ms"), 0.0)
     found = record(steps, tmp_path, {**parts, "step_ms": 1e6, "launch_idle_ms": 1e6}).step_breakdown
     assert found is not None
     assert not found[0]["includes_overhead"]
@@ -120,6 +120,7 @@ def test_the_overhead_of_the_profiler_is_known_if_the_steps_are_equal(
         "waiting_ms": 0.0,
         "data_wait_ms": 400.0,
         "cpu_busy_ms": 0.0,
+        "optimizer_ms": 0.0,
     }
     found = record(steps, tmp_path, parts, warmup=1).step_breakdown
     assert found is not None

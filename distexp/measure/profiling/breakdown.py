@@ -27,6 +27,7 @@ class StepParts:
     window: Interval
     parts: dict[str, list[Interval]]
     hidden_communication_s: float
+    optimizer_idle_s: float  # inside the part optimizer, without work for the GPU
     launches: int | None  # calls that launched kernels; None on the CPU
 
     @property
@@ -40,7 +41,8 @@ class StepParts:
             "rank": rank,
             "step_ms": 1000 * self.duration,
             **{f"{name}_ms": 1000 * total_length(self.parts[name]) for name in PARTS},
-            **({} if on_gpu else {"launch_idle_ms": None}),
+            "optimizer_idle_ms": 1000 * self.optimizer_idle_s,
+            **({} if on_gpu else {"launch_idle_ms": None, "optimizer_idle_ms": None}),
             "hidden_communication_ms": 1000 * self.hidden_communication_s,
             "launches": self.launches,
         }
@@ -68,13 +70,15 @@ def split_step(trace: Trace, window: Interval, collectives: Sequence[Transfer]) 
     running = [one for one in collectives if _overlaps((one.wait[0], one.transfer[1]), window)]
     layers = _gpu_layers(trace, window, running) if trace.on_gpu else _cpu_layers(trace, window, running)
     spans, left = partition(window, layers)
-    spans += _idle_spans(trace, left) if trace.on_gpu else ((interval, "host") for interval in left)
+    idle = list(_idle_spans(trace, left)) if trace.on_gpu else [(interval, "host") for interval in left]
+    spans += idle
     merged = {name: merge(interval for interval, label in spans if label == name) for name in PARTS}
     busy = total_length(merge(clip((when for one in running for when in (one.wait, one.transfer)), window)))
     exposed = total_length(merged["exposed_communication"]) + total_length(merged["waiting"])
     launched = [one for one in trace.kernels if one.category != COPY and window[0] <= one.when[0] < window[1]]
     launches = len({one.launch or one.when for one in launched})  # A CUDA graph is one.
-    return StepParts(window, merged, max(0.0, busy - exposed), launches if trace.on_gpu else None)
+    hidden, optimizer = max(0.0, busy - exposed), [interval for interval, label in idle if label == "optimizer"]
+    return StepParts(window, merged, hidden, total_length(optimizer), launches if trace.on_gpu else None)
 
 
 Layers = Iterator[tuple[str, list[Interval]]]  # parts with their intervals, for ``partition``
@@ -137,6 +141,7 @@ def _overlaps(when: Interval, window: Interval) -> bool:
 
 
 SLOWED = ("launch_idle_ms", "host_ms", "waiting_ms")  # parts that grow because the profiler slows down the CPU
+OPTIMIZER, OPTIMIZER_IDLE = "optimizer_ms", "optimizer_idle_ms"  # The second is inside the first, and grows too.
 DATA_WAIT = "data_wait_ms"  # part that grows too, because the CPU collates and copies batches
 SIMILAR = 1.05  # largest ratio of the sizes of two steps whose kernels take equally long
 
@@ -151,17 +156,18 @@ def remove_overhead(
 ) -> dict[str, Any]:
     """Return an entry of ``metrics.step_breakdown`` for a step that was not profiled.
 
-    On a GPU, kernels and transfers are as long as without the profiler. So the parts in ``SLOWED`` lose what the
-    profiled step takes longer than the median one, in proportion to their size. If they are too small, ``DATA_WAIT``
-    loses the rest, down to ``data_wait_s``, its median in these steps. Nothing is removed if the batches of the steps
-    have different sizes: the profiled step may then be longer because it has more work.
+    On a GPU, kernels and transfers are as long as without the profiler. So the parts in ``SLOWED``, and the idle time
+    in the optimizer, lose what the profiled step takes longer than the median one, in proportion to their size. If they
+    are too small, ``DATA_WAIT`` loses the rest, down to ``data_wait_s``, its median in these steps. Nothing is removed
+    if the batches of the steps have different sizes: the profiled step may then be longer because it has more work.
 
     On a CPU the profiler slows down all parts, and other programs slow down any step. So all parts are scaled: they
     have the shares of the profiled step, and add up to the median one.
     """
     if entry["launch_idle_ms"] is None:
         return _scale(entry, 1000 * median_s)
-    profiled_ms, slowed_ms = entry["step_ms"], sum(entry[name] for name in SLOWED)
+    idle_ms = entry.get(OPTIMIZER_IDLE) or 0.0
+    profiled_ms, slowed_ms = entry["step_ms"], idle_ms + sum(entry[name] for name in SLOWED)
     if sizes_differ:
         return {**entry, "profiled_step_ms": profiled_ms, "includes_overhead": True}
     overhead_ms = max(0.0, profiled_ms - 1000 * median_s)
@@ -169,6 +175,7 @@ def remove_overhead(
     kept = 1 - removed_ms / slowed_ms if slowed_ms else 1.0
     from_data_ms = min(overhead_ms - removed_ms, max(0.0, entry[DATA_WAIT] - 1000 * data_wait_s))
     shorter = {name: entry[name] * kept for name in SLOWED} | {DATA_WAIT: entry[DATA_WAIT] - from_data_ms}
+    shorter |= {OPTIMIZER: entry[OPTIMIZER] - idle_ms * (1 - kept), OPTIMIZER_IDLE: idle_ms * kept}
     times = {"step_ms": profiled_ms - removed_ms - from_data_ms, "profiled_step_ms": profiled_ms}
     return {**entry, **shorter, **times, "includes_overhead": False}
 

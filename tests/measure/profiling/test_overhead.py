@@ -10,7 +10,8 @@ from distexp.runs.step_files import PARTS
 
 def entry(**times: float | None) -> dict[str, float | None]:
     parts = {f"{name}_ms": times.get(name, 0.0) for name in PARTS}
-    return {"rank": 0, "step_ms": sum(time or 0.0 for time in parts.values()), **parts}
+    idle = {"optimizer_idle_ms": times.get("optimizer_idle", 0.0)}
+    return {"rank": 0, "step_ms": sum(time or 0.0 for time in parts.values()), **parts, **idle}
 
 
 def total(found: dict[str, float]) -> float:
@@ -25,6 +26,15 @@ def test_launches_and_waiting_are_shorter_without_the_profiler() -> None:
     )
     assert found["step_ms"] == total(found) == pytest.approx(60)
     assert found["profiled_step_ms"] == 100
+
+
+def test_idle_time_in_the_optimizer_is_shorter_without_the_profiler() -> None:
+    """Two thirds of what the CPU decides are the profiler's. 10 ms of the optimizer are kernels."""
+    found = remove_overhead(entry(matmul=60.0, launch_idle=10.0, optimizer=30.0, optimizer_idle=20.0), 0.080)
+    assert [found[name] for name in ("launch_idle_ms", "optimizer_ms", "optimizer_idle_ms")] == pytest.approx(
+        [10 / 3, 10 + 20 / 3, 20 / 3]
+    )
+    assert found["step_ms"] == total(found) == pytest.approx(80)
 
 
 def test_kernels_are_as_long_as_without_the_profiler() -> None:
