@@ -218,9 +218,11 @@ def shrink_to_scale(config: Config) -> list[str]:
 def shrink_global_batch(config: Config) -> None:
     """Limit the global batch size to what the limits of the scale give."""
     scale, train = config.scale, config.train
-    if train.global_batch_size is not None and scale.micro_batch_size and scale.gradient_accumulation_steps:
-        per_worker = scale.micro_batch_size * scale.gradient_accumulation_steps
-        if not searches_micro_batch(config):
+    searches = searches_micro_batch(config)
+    largest = scale.micro_batch_size or (None if searches else train.micro_batch)
+    if train.global_batch_size is not None and largest and scale.gradient_accumulation_steps:
+        per_worker = largest * scale.gradient_accumulation_steps
+        if not searches:
             per_worker = max(1, per_worker // train.micro_batch) * train.micro_batch
         train.global_batch_size = min(train.global_batch_size, per_worker * config.data_parallel)
 

@@ -24,10 +24,13 @@ MANY_RUNS = HELPERS / "many_runs.py"
 SHORT = ("scale.train_size=16", "scale.eval_size=4", "train.max_steps=2", "train.measure_after_step=1")
 
 
-def group_of(preset: str) -> tuple[int, bool]:
-    """Return the number of workers, and whether they share layers: such runs need other process groups."""
-    is_cut = preset in ("cut/recompute", "cut/tensor")
-    return (1 if runs_on_one_worker(preset) else 2), is_cut
+CUT = {"cut/recompute": "tensor", "cut/tensor": "tensor", "cut/pipeline": "pipeline"}
+"""What the workers of a preset share. Such runs need other process groups."""
+
+
+def group_of(preset: str) -> tuple[int, str]:
+    """Return the number of workers, and what they share."""
+    return (1 if runs_on_one_worker(preset) else 2), CUT.get(preset, "")
 
 
 def runs_on_one_worker(preset: str) -> bool:
@@ -38,11 +41,11 @@ def runs_on_one_worker(preset: str) -> bool:
 def tables(tmp_path_factory: pytest.TempPathFactory) -> dict[str, TextTable]:
     """Return the table of every preset after one run; runs with equal workers share their processes."""
     found: dict[str, TextTable] = {}
-    for workers, is_cut in ((1, False), (2, False), (2, True)):
+    for workers, shared in ((1, ""), (2, ""), (2, "tensor"), (2, "pipeline")):
         folder = tmp_path_factory.mktemp("tiny") / "deepspeed"
         place = ("cluster.nodes=1", f"cluster.workers_per_node={workers}")
         for preset in options_of("experiment"):
-            if group_of(preset) == (workers, is_cut):
+            if group_of(preset) == (workers, shared):
                 position = 0 if preset.startswith("cut/") else -1  # later cells are cut for more workers
                 words = [word.replace("'", "") for word in cells_of(preset, *place)[position]]
                 if preset == "deepspeed/pin_memory":
