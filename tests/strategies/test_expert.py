@@ -61,13 +61,14 @@ def test_mixtures_of_experts_train_as_on_one_worker(tmp_path: Path, monkeypatch:
         "targets": {**models["olmoe"], "train.logits": "targets"},
     }
     models["idle"] = {"model.name": str(write_idle_experts(tmp_path / "idle")), "model.init": "pretrained"}
-    train_all(tmp_path, (*hugging_face(tmp_path / "base", "mixtral"), *COMMON), models, CELLS)
+    base = (*hugging_face(tmp_path / "base", "mixtral"), *COMMON)
+    train_all(tmp_path, base, models, CELLS)
     for name in models:
         check(tmp_path, name, *CELLS)
     some = {cell: CELLS[cell] for cell in ("full_shard", "ddp_2x2")}
-    train_all(tmp_path, (*hugging_face(tmp_path / "base", "mixtral"), *COMMON), losses, some)
+    train_all(tmp_path / "losses", base, losses, some)
     for name in losses:
-        check(tmp_path, name, *some)
+        check(tmp_path / "losses", name, *some)
     for cell, options in CELLS.items():
         record = RunRecord.read(next(tmp_path.glob(f"olmoe-*/{cell}/record.json")))
         built, workers = record.built, 4 if WORKERS in options else 2
