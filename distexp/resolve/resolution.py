@@ -291,10 +291,8 @@ def foreign_options(overrides: Iterable[str], configs: Iterable[Config | None]) 
     chosen = [config for target, config in known.items() if config and target.startswith("distexp.")]
     if len(chosen) < len(known) or any(config.command == Command.CHOOSE for config in chosen):
         return
-    names, read = (
-        ",".join(config.strategy.name for config in chosen),
-        [load_strategy(config).section for config in chosen],
-    )
+    names = ",".join(config.strategy.name for config in chosen)
+    read = [load_strategy(config).section for config in chosen]
     used = f"this run has strategy={names}" if len(chosen) == 1 else f"these runs have strategy={names}"
     for text in options:
         (section, _, name), value = key_of(text).partition("."), plain_value(parse([text])[0].value())

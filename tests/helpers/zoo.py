@@ -231,6 +231,15 @@ def outcomes(folder: Path, name: str) -> dict[str, float | str]:
     return found
 
 
+def check_outcomes(folder: Path, name: str, *cells: str, bound: float = 1e-5) -> None:
+    """Check that a model trained in exactly these cells, with no difference from ``single`` above a bound."""
+    found = outcomes(folder, name)
+    assert found.keys() == {*cells}
+    for cell, outcome in found.items():
+        assert isinstance(outcome, float), (name, cell, outcome)
+        assert outcome < bound, (name, cell)
+
+
 def read_outcome(run: Path) -> list[float] | str:
     """Return the losses of the steps and evaluations and the logarithms of the norms of a run, or its error."""
     error = run / "error.txt"

@@ -19,7 +19,7 @@ from distexp.runs.record import RunRecord, RunSpec
 from distexp.strategies.parallel.checks import CONTEXT_TYPES
 from distexp.system.units import MIB
 from tests.helpers.runs import HELPERS
-from tests.helpers.zoo import VOCABULARY, hugging_face, outcomes, train_all, write_config
+from tests.helpers.zoo import VOCABULARY, check_outcomes, hugging_face, train_all, write_config
 
 COMMON = ("train.optimizer=sgd", "train.momentum=0", "train.learning_rate=0.1", "train.gradient_clipping=0.3")
 TWO, WORKERS = "parallel.context=2", "cluster.workers_per_node=4"
@@ -51,21 +51,13 @@ def cells_of(name: str) -> tuple[str, ...]:
     return (*CELLS, *FOUR) if name == "plain" else ("ddp", "hybrid_2x2", "checkpointed_2x2")
 
 
-def check(folder: Path, name: str, *cells: str) -> None:
-    found = outcomes(folder, name)
-    assert found.keys() == {*cells}
-    for cell, outcome in found.items():
-        assert isinstance(outcome, float), (name, cell, outcome)
-        assert outcome < 1e-5, (name, cell)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
 def test_own_models_train_as_on_one_worker(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cells = {**CELLS, **FOUR}
     train_all(tmp_path, (f"model={model}", f"model.vocab_size={VOCABULARY}", *COMMON), MODELS[model], cells, cells_of)
     for name in MODELS[model]:
-        check(tmp_path, name, *cells_of(name))
+        check_outcomes(tmp_path, name, *cells_of(name))
     for cell, options in cells.items():
         record = RunRecord.read(next(tmp_path.glob(f"plain-*/{cell}/record.json")))
         alone = RunRecord.read(tmp_path / "plain-1" / "single" / "record.json")
@@ -95,7 +87,7 @@ def test_models_of_transformers_train_as_on_one_worker(kind: str, tmp_path: Path
     models = {**SMALL, "packed": {"dataset.packing": True}}
     train_all(tmp_path, (*hugging_face(tmp_path, kind), *COMMON), models, CELLS, cells_of)
     for name in models:
-        check(tmp_path, name, *(cell for cell in cells_of(name) if cell in CELLS))
+        check_outcomes(tmp_path, name, *(cell for cell in cells_of(name) if cell in CELLS))
 
 
 @pytest.mark.slow
@@ -104,4 +96,4 @@ def test_all_named_types_train_as_on_one_worker(tmp_path: Path) -> None:
     base = (*hugging_face(tmp_path / "base", "llama"), *COMMON)
     train_all(tmp_path, base, models, {"ddp": CELLS["ddp"]})
     for kind in CONTEXT_TYPES:
-        check(tmp_path, kind, "ddp")
+        check_outcomes(tmp_path, kind, "ddp")

@@ -23,7 +23,7 @@ from distexp.strategies.parallel.checks import EXPERT_TYPES
 from distexp.system.units import MIB
 from tests.helpers.grid import read_lines, run_grid
 from tests.helpers.runs import HELPERS, resolve_cell, run_distexp
-from tests.helpers.zoo import CAUSAL, hugging_face, outcomes, train_all, write_config
+from tests.helpers.zoo import CAUSAL, check_outcomes, hugging_face, train_all, write_config
 
 COMMON = ("train.optimizer=sgd", "train.momentum=0", "train.learning_rate=0.1", "train.gradient_clipping=0.3")
 TWO, FOUR, WORKERS = "parallel.expert=2", "parallel.expert=4", "cluster.workers_per_node=4"
@@ -45,14 +45,6 @@ KINDS = ("mixtral_router", "qwen3_moe_router", "olmoe")
 WRAPPERS = {"strategy=ddp": "replicate", "sharding=shard_grad_op": "fully_shard(reshard_after_forward=False)"}
 
 
-def check(folder: Path, name: str, *cells: str) -> None:
-    found = outcomes(folder, name)
-    assert found.keys() == {*cells}
-    for cell, outcome in found.items():
-        assert isinstance(outcome, float), (name, cell, outcome)
-        assert outcome < 2e-6, (name, cell)
-
-
 @pytest.mark.slow
 def test_mixtures_of_experts_train_as_on_one_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     models: dict[str, Mapping[str, Any]] = {kind: {"model.name": str(write_config(tmp_path, kind))} for kind in KINDS}
@@ -64,11 +56,11 @@ def test_mixtures_of_experts_train_as_on_one_worker(tmp_path: Path, monkeypatch:
     base = (*hugging_face(tmp_path / "base", "mixtral"), *COMMON)
     train_all(tmp_path, base, models, CELLS)
     for name in models:
-        check(tmp_path, name, *CELLS)
+        check_outcomes(tmp_path, name, *CELLS, bound=2e-6)
     some = {cell: CELLS[cell] for cell in ("full_shard", "ddp_2x2")}
     train_all(tmp_path / "losses", base, losses, some)
     for name in losses:
-        check(tmp_path / "losses", name, *some)
+        check_outcomes(tmp_path / "losses", name, *some, bound=2e-6)
     for cell, options in CELLS.items():
         record = RunRecord.read(next(tmp_path.glob(f"olmoe-*/{cell}/record.json")))
         built, workers = record.built, 4 if WORKERS in options else 2
@@ -116,7 +108,7 @@ def test_all_named_types_train_as_on_one_worker(tmp_path: Path) -> None:
     models = {kind: {"model.name": str(write_config(tmp_path, kind))} for kind in EXPERT_TYPES}
     train_all(tmp_path, (*hugging_face(tmp_path / "base", "mixtral"), *COMMON), models, {"ddp": CELLS["ddp"]})
     for kind in EXPERT_TYPES:
-        check(tmp_path, kind, "ddp")
+        check_outcomes(tmp_path, kind, "ddp", bound=2e-6)
 
 
 @pytest.mark.slow

@@ -23,7 +23,7 @@ from distexp.runs.record import RunRecord, RunSpec
 from distexp.strategies.parallel.checks import PIPELINE_TYPES, cut_evenly
 from distexp.system.units import MIB
 from tests.helpers.runs import HELPERS, resolve_cell
-from tests.helpers.zoo import VOCABULARY, hugging_face, outcomes, train_all, write_config
+from tests.helpers.zoo import VOCABULARY, check_outcomes, hugging_face, train_all, write_config
 
 COMMON = ("train.optimizer=sgd", "train.momentum=0", "train.learning_rate=0.1", "train.gradient_clipping=0.3")
 
@@ -68,21 +68,13 @@ def cells_of(name: str) -> tuple[str, ...]:
     return ("interleaved", "1f1b_2x2", "four") if name == "checkpointed" else ("1f1b", "interleaved", "zero_bubble_2x2")
 
 
-def check(folder: Path, name: str, *cells: str) -> None:
-    found = outcomes(folder, name)
-    assert found.keys() == {*cells}
-    for each, outcome in found.items():
-        assert isinstance(outcome, float), (name, each, outcome)
-        assert outcome < 1e-5, (name, each)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
 def test_own_models_train_as_on_one_worker(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     base = (f"model={model}", f"model.vocab_size={VOCABULARY}", "model.num_layers=5", *COMMON)
     train_all(tmp_path, base, MODELS[model], CELLS, cells_of)
     for name in MODELS[model]:
-        check(tmp_path, name, *cells_of(name))
+        check_outcomes(tmp_path, name, *cells_of(name))
     alone = RunRecord.read(tmp_path / "plain-1" / "single" / "record.json")
     for each, options in CELLS.items():
         record = RunRecord.read(next(tmp_path.glob(f"plain-*/{each}/record.json")))
@@ -120,7 +112,7 @@ def test_all_named_types_train_as_on_one_worker(tmp_path: Path) -> None:
     base = (*hugging_face(tmp_path / "base", "llama"), *COMMON)
     train_all(tmp_path, base, models, {"1f1b": CELLS["1f1b"]})
     for kind in PIPELINE_TYPES:
-        check(tmp_path, kind, "1f1b")
+        check_outcomes(tmp_path, kind, "1f1b")
 
 
 @pytest.mark.slow
@@ -138,7 +130,7 @@ def test_checkpoints_and_saved_models_are_those_of_the_whole_model(tmp_path: Pat
     cells["ddp"] = ("strategy=ddp", "train.gradient_accumulation_steps=2")
     train_all(tmp_path, base, models, cells)
     for name in models:
-        check(tmp_path, name, *cells)
+        check_outcomes(tmp_path, name, *cells)
         assert RunRecord.read(tmp_path / f"{name}-2" / "1f1b" / "record.json").status == "completed"
     for name in ("b_of_stages", "c_of_one"):
         logs = "".join(log.read_text() for log in tmp_path.glob(f"{name}-*/rank_0.log"))

@@ -19,7 +19,7 @@ from distexp.runs.record import RunRecord, RunSpec
 from distexp.strategies.parallel.checks import TENSOR_TYPES
 from distexp.system.units import MIB
 from tests.helpers.runs import HELPERS
-from tests.helpers.zoo import VOCABULARY, hugging_face, outcomes, train_all, write_config
+from tests.helpers.zoo import VOCABULARY, check_outcomes, hugging_face, train_all, write_config
 
 COMMON = ("train.optimizer=sgd", "train.momentum=0", "train.learning_rate=0.1", "train.gradient_clipping=0.3")
 TWO, FOUR = "parallel.tensor=2", ("parallel.tensor=2", "cluster.workers_per_node=4")
@@ -59,21 +59,13 @@ def train(folder: Path, base: tuple[str, ...], models: Mapping[str, Mapping[str,
     train_all(folder, (*base, *COMMON), models, {cell: CELLS[cell] for cell in cells or CELLS}, chosen)
 
 
-def check(folder: Path, name: str, *cells: str) -> None:
-    found = outcomes(folder, name)
-    assert found.keys() == {*(cells or cells_of(name))}
-    for cell, outcome in found.items():
-        assert isinstance(outcome, float), (name, cell, outcome)
-        assert outcome < 1e-5, (name, cell)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("model", ["gpt_tiny", "bloom_tiny"])
 def test_own_models_train_as_on_one_worker(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     models = {**SMALL, **(GPT_ONLY if model == "gpt_tiny" else {"sdpa": {"model.attention": "sdpa"}})}
     train(tmp_path, (f"model={model}", f"model.vocab_size={VOCABULARY}"), models)
     for name in models:
-        check(tmp_path, name)
+        check_outcomes(tmp_path, name, *cells_of(name))
     for cell, options in CELLS.items():
         built = RunRecord.read(next(tmp_path.glob(f"plain-*/{cell}/record.json"))).built
         assert built is not None
@@ -104,7 +96,7 @@ def test_models_of_transformers_train_as_on_one_worker(kind: str, tmp_path: Path
     models = {name: values for name, values in SMALL.items() if name != "odd_vocabulary"}
     train(tmp_path, hugging_face(tmp_path, kind), models)
     for name in models:
-        check(tmp_path, name)
+        check_outcomes(tmp_path, name, *cells_of(name))
 
 
 @pytest.mark.slow
@@ -112,4 +104,4 @@ def test_all_named_types_train_as_on_one_worker(tmp_path: Path) -> None:
     models = {kind: {"model.name": str(write_config(tmp_path, kind))} for kind in TENSOR_TYPES}
     train(tmp_path, hugging_face(tmp_path / "base", "llama"), models, "full_shard")
     for kind in TENSOR_TYPES:
-        check(tmp_path, kind, "full_shard")
+        check_outcomes(tmp_path, kind, "full_shard")

@@ -219,9 +219,9 @@ def _unsupported(config: Config) -> Iterator[tuple[str, str]]:
         yield f"distexp {config.command}, which has no model of its collectives", "distexp run or distexp verify"
 
 
-def _unsupported_slices(config: Config) -> Iterator[tuple[str, str]]:
-    """Yield each further setting that excludes slices of rows, and what to use in its place."""
-    model, data, train, degree = config.model, config.dataset, config.train, config.parallel.context
+def _unsupported_lengths(config: Config) -> Iterator[tuple[str, str]]:
+    """Yield each setting with which the logits of a causal LM differ in shape, and what to use in its place."""
+    model, data, train = config.model, config.dataset, config.train
     if not model.traits.is_causal:
         yield f"model.task={model.task}", "model.task=causal_lm"
     if train.logits == "targets":
@@ -232,6 +232,12 @@ def _unsupported_slices(config: Config) -> Iterator[tuple[str, str]]:
         yield "dataset.bucketing=true", "dataset.bucketing=false"
     if "padding" in data.keys and data.padding != "max_length":
         yield f"dataset.padding={data.padding}", "dataset.padding=max_length"
+
+
+def _unsupported_slices(config: Config) -> Iterator[tuple[str, str]]:
+    """Yield each further setting that excludes slices of rows, and what to use in its place."""
+    model, data, degree = config.model, config.dataset, config.parallel.context
+    yield from _unsupported_lengths(config)
     length = data.max_length or model.seq_length
     if length is not None and (rest := length % degree):
         yield f"dataset.max_length={length}", f"dataset.max_length={length - rest or degree}"
@@ -241,19 +247,10 @@ def _unsupported_slices(config: Config) -> Iterator[tuple[str, str]]:
 
 def _unsupported_stages(config: Config) -> Iterator[tuple[str, str]]:
     """Yield each further setting that excludes stages, and what to use in its place."""
-    model, data, train = config.model, config.dataset, config.train
-    if not model.traits.is_causal:
-        yield f"model.task={model.task}", "model.task=causal_lm"
-    if train.logits == "targets":  # The number of tokens of the last stage would depend on the batch.
-        yield "train.logits=targets", "train.logits=all"
+    train = config.train
+    yield from _unsupported_lengths(config)  # Workers receive tensors of a fixed shape.
     if train.loss == "chunked":
         yield "train.loss=chunked", "train.loss=full"
-    if train.score_answers:  # Texts grow by one token at a time.
-        yield "train.score_answers=true", "train.score_answers=false"
-    if data.bucketing:
-        yield "dataset.bucketing=true", "dataset.bucketing=false"
-    if "padding" in data.keys and data.padding != "max_length":  # Workers receive tensors of a fixed shape.
-        yield f"dataset.padding={data.padding}", "dataset.padding=max_length"
     if config.precision.name == "fp16":  # A step that one worker skips would have to be skipped by all.
         yield "precision=fp16", "precision=bf16"
     if schedule_of(config) == "zero_bubble" and train.activation_checkpointing:
