@@ -3,6 +3,7 @@
 #                 The Slurm tests need root and Slurm's packages; without: make test TESTS="-m 'not slow and not slurm'"
 # make test-slow  run the slow tests: kill and resume, more workers, every preset
 # make test-all   run both at once, as the continuous integration does: the waits of some tests cost no time then
+# make test-release  run the rest of long lists: every type of model with each way to cut it, every bug of the museum
 # make lint       run ruff, mypy and codespell
 # make docs       build the documentation site into site/; a broken link is an error
 # make setup      install only
@@ -22,7 +23,7 @@ PROJECT := --no-build-isolation-package deepspeed --editable
 # Many tests wait for processes, so three files of tests run at a time on two cores. tests/conftest.py orders the files.
 PYTEST := $(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder
 
-.PHONY: setup demo test test-slow test-all lint docs pins
+.PHONY: setup demo test test-slow test-all test-release lint docs pins
 setup: $(VENV)/.setup
 
 $(VENV)/.uv:
@@ -53,10 +54,13 @@ test: $(VENV)/.test
 	$(PYTEST) -m "not slow" $(TESTS)
 
 test-slow: $(VENV)/.test
-	$(PYTEST) -m slow $(TESTS)
+	$(PYTEST) -m "slow and not release" $(TESTS)
 
 test-all: $(VENV)/.test
-	$(PYTEST) $(TESTS)
+	$(PYTEST) -m "not release" $(TESTS)
+
+test-release: $(VENV)/.test
+	$(PYTEST) -m release $(TESTS)
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .

@@ -2,8 +2,8 @@
 
     python -m benchmarks.choose_simulated [REPEATS]
 
-The step times follow those of docs/results/speed.md and bloom560m-h200.md: BLOOM-560m, a GPT and a Llama with 1.1
-billion parameters, 64 samples of 512 tokens, on one and two H200s. Each search has other errors of the forecasts, and
+The step times follow runs of an earlier version on one and two H200s: BLOOM-560m, a GPT and a Llama with 1.1 billion
+parameters, 64 samples of 512 tokens. Each search has other errors of the forecasts, and
 other noise. Nothing is measured, so this shows how the search decides, and not how fast a GPU is.
 """
 
@@ -30,6 +30,9 @@ FORECAST_ERROR = 0.2
 
 A third of it is the deviation between checkpointing and none. A tenth is that of each doubling of the micro-batch.
 """
+
+EXCHANGED = 0.15
+"""Time in which the workers of a group exchange a sample, relative to its computation: an assumption."""
 
 BLOCKS_S = 9.0
 COMPILE_S = {"single": 60.0, "ddp": 60.0, "fsdp": 10.0, "deepspeed": 5.0}
@@ -92,14 +95,20 @@ class Space:
         gpus: Number of workers.
         sizes: Number of micro-batches, the largest ones.
         blocks: Whether all candidates compile their blocks (``train.compile=blocks``).
+        degrees: Overrides with which workers share a model, for the strategies that support them.
     """
 
     gpus: int
     sizes: int
     blocks: bool = False
+    degrees: tuple[str, ...] = ()
 
 
 SPACES = (Space(1, 5, blocks=True), Space(1, 7), Space(2, 6))
+WITH_DEGREES = Space(
+    4, 6, degrees=("parallel.tensor=2", "parallel.tensor=4", "parallel.context=2", "parallel.context=4")
+)
+"""Four workers, which may share the model in groups, with ``kernels=reference``. Nothing of it was measured."""
 HEADER = (
     *("GPUs", "candidates", "noise of a trial", "mean regret", "95 % of the regrets", "within 5 %"),
     *("mean share", "95 % of the shares", "trials", "out of memory"),
@@ -111,11 +120,11 @@ def simulated_cell(space: Space, model: Model, seed: int) -> SweepCell:
     errors = random.Random(seed)
     candidates: list[Measured] = []
     of_kernels: dict[tuple[str, ...], float] = {}
-    for family in _families(space.gpus):
+    for family in _families(space):
         kernels = tuple(text for text in family if not text.startswith(CHECKPOINTING))
         error = of_kernels.setdefault(kernels, errors.gauss(0, FORECAST_ERROR)) + errors.gauss(0, FORECAST_ERROR / 3)
         slope = errors.gauss(0, FORECAST_ERROR / 10)
-        for size in _sizes(GLOBAL_BATCH // space.gpus, space.sizes):
+        for size in _sizes(GLOBAL_BATCH * _degree(family) // space.gpus, space.sizes):
             step_s, mib = _step_s(model, space.gpus, family, size), _memory_mib(model, space.gpus, family, size)
             forecast = step_s * exp(error + slope * log2(size))
             compiled = BLOCKS_S if space.blocks else COMPILE_S[_strategy(family)] if "kernels=fast" in family else 0.0
@@ -133,11 +142,19 @@ def _sizes(largest: int, count: int) -> list[int]:
     return [largest >> shift for shift in range(count) if largest >> shift]
 
 
-def _families(gpus: int) -> Iterator[tuple[str, ...]]:
-    strategies = [name for name in COMMUNICATION if (name == "strategy=single") == (gpus == 1)]
+def _families(space: Space) -> Iterator[tuple[str, ...]]:
+    strategies = [name for name in COMMUNICATION if (name == "strategy=single") == (space.gpus == 1)]
     for name, checkpoints in product(strategies, ((), (f"{CHECKPOINTING}=true",))):
         yield (name, *checkpoints)
-        yield (name, *checkpoints, "kernels=fast")
+        if not space.degrees:
+            yield (name, *checkpoints, "kernels=fast")
+        for degree in space.degrees if name.startswith(("strategy=ddp", "sharding=")) else ():
+            yield (name, *checkpoints, degree)
+
+
+def _degree(family: tuple[str, ...]) -> int:
+    """Return how many workers share a model."""
+    return next((int(text.partition("=")[2]) for text in family if text.startswith("parallel.")), 1)
 
 
 def _strategy(family: tuple[str, ...]) -> str:
@@ -148,17 +165,20 @@ def _strategy(family: tuple[str, ...]) -> str:
 def _step_s(model: Model, gpus: int, family: tuple[str, ...], size: int) -> float:
     kernels = model.fast if "kernels=fast" in family else model.reference
     per_step, per_micro_batch, launches = COMMUNICATION[family[0]] if gpus > 1 else (0.0, 0.0, 0.0)
-    recomputed = 1.3 if f"{CHECKPOINTING}=true" in family else 1.0
-    busy = recomputed * (kernels.sample_ms * size + kernels.micro_batch_ms)
-    micro_batch = max(busy, recomputed * kernels.launch_ms + launches) + per_micro_batch
-    return (GLOBAL_BATCH // gpus // size * micro_batch + per_step + model.update_ms) / 1000
+    recomputed, degree = 1.3 if f"{CHECKPOINTING}=true" in family else 1.0, _degree(family)
+    busy = recomputed * (kernels.sample_ms * size + kernels.micro_batch_ms) / degree
+    exchanged = 0.0 if degree == 1 else EXCHANGED * recomputed * kernels.sample_ms * size * (degree - 1) / degree
+    launches += kernels.launch_ms / 2 if degree > 1 else 0.0
+    micro_batch = max(busy, recomputed * kernels.launch_ms + launches) + per_micro_batch + exchanged
+    return (GLOBAL_BATCH * degree // gpus // size * micro_batch + per_step + model.update_ms) / 1000
 
 
 def _memory_mib(model: Model, gpus: int, family: tuple[str, ...], size: int) -> float:
     kernels = model.fast if "kernels=fast" in family else model.reference
     sample = kernels.checkpointed_mib if f"{CHECKPOINTING}=true" in family else kernels.sample_mib
     shards = {"strategy=ddp": 1.0, "zero_stage=1": 0.6, "zero_stage=2": 0.55}.get(family[0], 0.5) if gpus > 1 else 1.0
-    return model.states_mib * shards + sample * size
+    cut = _degree(family) if any("parallel.tensor" in text for text in family) else 1
+    return model.states_mib * min(shards, 1 / cut) + sample * size / _degree(family)
 
 
 @dataclass(frozen=True)
@@ -194,13 +214,17 @@ def replays(space: Space, model: Model, limit: float | None, noise: float, repea
     return [each for each in found if each is not None]
 
 
+LONG_ROWS = Model("llama_1b_long", Kernels(272, 6, 50, 33000, 4640), Kernels(192, 5, 18, 23400, 1920), 12, 17000)
+"""The Llama with rows of 16,384 tokens: 32 times the work and the activations. It needs a degree, or checkpointing."""
+
+
 def main(arguments: list[str]) -> None:
     """Print a row for each space and noise, over all models and limits."""
     repeats = int(arguments[0]) if arguments else 20
     print(f"| {' | '.join(HEADER)} |")
     print("| " + " | ".join("---:" for _ in HEADER) + " |")
-    for space, noise in product(SPACES, NOISES):
-        cells = product(MODELS, LIMITS_GB)
+    for space, noise in product((*SPACES, WITH_DEGREES), NOISES):
+        cells = product(MODELS, LIMITS_GB) if space in SPACES else product((MODELS[1], LONG_ROWS), LIMITS_GB[:3])
         found = summarize([each for cell in cells for each in replays(space, *cell, noise, repeats)])
         count = len(simulated_cell(space, MODELS[0], 0).candidates)
         values = (

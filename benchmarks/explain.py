@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import json
 import math
 import signal
 import statistics
@@ -15,6 +16,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -261,17 +263,21 @@ def main(arguments: list[str] | None = None) -> list[list[str]]:
     """Run the checks, print a table, and write it to ``table.md``. The same command continues an interrupted one."""
     options = parse(arguments)
     commands = Commands(options)
-    rows = [row for name in options.checks for row in check_rows(name, CHECKS[name], commands)]
+    facts: list[dict[str, Any]] = []
+    rows = [row for name in options.checks for row in check_rows(name, CHECKS[name], commands, facts)]
+    if options.json:
+        Path(options.json).write_text(json.dumps({"checks": rows, "runs": facts}, indent=1) + "\n")
     text = markdown(["check", "run", "found", "as expected"], rows, text=(0, 1, 2, 3))
     (commands.folder / "table.md").write_text(text)
     print(f"\n{text}")
     return rows
 
 
-def check_rows(name: str, check: Check, commands: Commands) -> Iterator[list[str]]:
-    """Run a check and yield its rows."""
+def check_rows(name: str, check: Check, commands: Commands, facts: list[dict[str, Any]]) -> Iterator[list[str]]:
+    """Run a check, yield its rows, and add what is known of its runs to a list."""
     runs = select(check.runs, commands.options.only)
     found = commands.run_all(sweep_name(name, commands.options.only), runs)
+    facts += [{"check": name, "name": run, **facts_of(record)} for run, record in found.items()]
     records = {run: record for run, record in found.items() if record["status"] == "completed"}
     for run in runs:
         if run.name not in records:
@@ -279,6 +285,21 @@ def check_rows(name: str, check: Check, commands: Commands) -> Iterator[list[str
     if len(records) == len(runs) or name in ("parts", "stragglers", "watching", "profiling", "causes"):
         for title, text, good in check.rows(records, [run for run in runs if run.name in records]):
             yield [name, title, text, {True: "yes", False: "NO", None: ""}[good]]
+
+
+def facts_of(record: Record) -> dict[str, Any]:
+    """Return what the tables of ``docs/results/explain.md`` have of a run, and what it was."""
+    metrics, environment = record["metrics"], record["environment"] or {}
+    names = ("step_time_s", "step_breakdown", "explanation", "energy", "train_samples_per_second")
+    return {
+        "status": record["status"],
+        "commit": record["run"]["git_sha"],
+        "clean": record["run"]["git_dirty"] is False,
+        "overrides": [text for text in record["run"]["overrides"] if "/" not in text],
+        **{name: environment.get(name) for name in ("gpu_name", "torch", "python", "transformers")},
+        **{name: metrics.get(name) for name in names},
+        "parts": record["memory"]["parts"],
+    }
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -293,6 +314,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--gpus", type=int, default=2, help="GPUs to use; 2 for most checks")
     add("--budget-s", type=float, default=math.inf, help="time after which no further run starts")
     add("--results", default="benchmark_results/explain", help="folder of the runs")
+    add("--json", default="", help="file that gets the checks, and what is known of the runs")
     options = parser.parse_intermixed_args(arguments)
     options.checks = options.checks.split(",")
     for name in options.checks:

@@ -17,11 +17,12 @@ from typing import Any
 from benchmarks.measurement import REPOSITORY
 from benchmarks.speed import read_results
 from benchmarks.tables import MISSING, all_rows, markdown
+from distexp.runs.step_files import PARTS
 from distexp.strategies.parallel.checks import bubble_share
 
 RESULTS = REPOSITORY / "docs" / "results"
 
-PAGES = ("speed.md", "exercises.md", "any-model.md", "model-parallel.md")
+PAGES = ("speed.md", "exercises.md", "any-model.md", "model-parallel.md", "explain.md", "plan.md")
 
 EXERCISES = {
     "fsdp/sharding": ("fsdp_sharding",),
@@ -130,6 +131,40 @@ def _median(runs: Sequence[dict[str, Any]], key: str) -> float | None:
     return median(values) if values else None
 
 
+def sizes_table(name: str) -> str:
+    """Return the table of runs of ``kernels=fast`` with several micro-batches and lengths."""
+    rows = [
+        [
+            str(run["micro_batch"]), f"{run['length']:,}", f"{run['samples_per_second']:,.1f}",
+            f"{run['tokens_per_second']:,.0f}", f"{run['peak_mib']:,.0f}", f"{100 * run['mfu']:.1f} %",
+        ]
+        for run in json.loads((RESULTS / name).read_text())
+    ]  # fmt: skip
+    return markdown(("micro-batch", "tokens", "samples/s", "tokens/s", "peak MiB", "MFU"), rows, text=())
+
+
+def float8_table(name: str) -> str:
+    """Return the table of equal runs in several precisions."""
+    rows = [
+        [
+            f"`{run['precision']}`", f"{run['samples_per_second']:.1f}", f"{run['step_ms']:.1f}",
+            f"{run['peak_mib']:,.0f}", f"{run['losses'][-1]:.4f}",
+        ]
+        for run in json.loads((RESULTS / name).read_text())
+    ]  # fmt: skip
+    return markdown(("precision", "samples/s", "step ms", "peak MiB", "train loss"), rows, text=(0,))
+
+
+def proofs_table(name: str) -> str:
+    """Return the table of proofs of ``distexp verify``: the largest errors of all phases."""
+    rows = []
+    for proof in json.loads((RESULTS / name).read_text()):
+        chosen = [text for text in proof["command"].split() if text.startswith(("strategy=", "parallel."))]
+        errors = (f"{proof['worst'][what]:.0e}" for what in ("loss", "gradient", "norm", "update"))
+        rows.append([f"`{' '.join(chosen)}`", proof["precision"], proof["status"], *errors])
+    return markdown(("options", "precision", "result", "loss", "gradients", "norm", "updates"), rows, text=(0, 1, 2))
+
+
 def lora_table(name: str) -> str:
     """Return the table of the records of trainings with LoRA."""
     rows = []
@@ -189,18 +224,50 @@ def measured_bubble(run: dict[str, Any], runs: Sequence[dict[str, Any]]) -> floa
     return 1 - run["micro_batches"] * work / run["step_ms"]
 
 
+def checks_table(name: str) -> str:
+    """Return the table of the checks in a file of ``benchmarks/explain.py``."""
+    rows = json.loads((RESULTS / name).read_text())["checks"]
+    return markdown(("check", "run", "found", "as expected"), rows, text=(0, 1, 2, 3))
+
+
+def parts_table(name: str) -> str:
+    """Return the parts of the median step in a file of ``benchmarks/explain.py``, in ms. A row is a rank of a run."""
+    runs = [run for run in json.loads((RESULTS / name).read_text())["runs"] if run["step_breakdown"]]
+    ranks = [(run, rank) for run in runs for rank in run["step_breakdown"]]
+    parts = [part for part in PARTS if any(rank.get(f"{part}_ms") for _, rank in ranks)]
+    rows = []
+    for run, rank in ranks:
+        times = [rank.get(f"{part}_ms") or 0.0 for part in parts]
+        steps = (1000 * run["step_time_s"]["p50"], rank["profiled_step_ms"])
+        rows.append([f"{run['check']}, {run['name']}", str(rank["rank"]), *(f"{ms:.1f}" for ms in (*times, *steps))])
+    titles = [PARTS[part] for part in parts]
+    return markdown(("run", "rank", *titles, "median step", "profiled step"), rows, text=(0,))
+
+
 def tables(page: str) -> dict[str, str]:
     """Return the tables of a page by their titles."""
     if page == "speed.md":
         return {path.name: speed_table(path.name) for path in sorted(RESULTS.glob("speed_*.json"))}
     if page == "any-model.md":
-        return {"loops": loops_table("any_model_h100.json"), "LoRA": lora_table("lora8b_h100.json")}
+        return {
+            "loops": loops_table("any_model_h100.json"),
+            "loops H200": loops_table("any_model_h200.json"),
+            "dense": sizes_table("dense_h200.json"),
+            "float8": float8_table("float8_h200.json"),
+            "LoRA": lora_table("lora8b_h100.json"),
+        }
+    if page == "plan.md":
+        return {"models": memory_table("models")}
     if page == "model-parallel.md":
         return {
             "memory": memory_table("parallel"),
             "bubble": bubble_table("pipeline_h200.json"),
             "tensor": loops_table("tensor_h200.json"),
+            "proofs": proofs_table("verify_parallel_h200.json"),
         }
+    if page == "explain.md":
+        files = [path.name for path in sorted(RESULTS.glob("explain_*.json"))]
+        return {f"{make.__name__} {name}": make(name) for name in files for make in (checks_table, parts_table)}
     return {title: exercise_table(sweeps) for title, sweeps in EXERCISES.items()}
 
 

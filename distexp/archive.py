@@ -14,10 +14,9 @@ from pathlib import Path
 
 from distexp.config import ConfigError
 from distexp.config.overrides import format_count, shell_quote
-from distexp.exceptions import run_until_pipe_closes
+from distexp.exceptions import print_text, run_until_pipe_closes
 from distexp.runs.run_dir import CHECKPOINTS, COMMAND, LOCK, MODEL, SNAPSHOT, SWEEP_LOCK
 from distexp.status import read_ended_runs
-from distexp.system.files import printable
 from distexp.system.units import MIB, format_memory
 
 MAX_MIB = 64.0
@@ -53,11 +52,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     left_out: Counter[str] = Counter()
     count = _write(folder, name, target, left_out)
     size = format_memory(target.stat().st_size / MIB)
-    print(f"written: {printable(str(target))}, {format_count(count, 'file')}, {size}")
+    print_text(f"written: {target}, {format_count(count, 'file')}, {size}")
     if left_out:
         listed = (f"{what} ({format_memory(size / MIB)})" for what, size in sorted(left_out.items()))
-        print(f"left out: {', '.join(listed)}")
-    print(f"to unpack: tar xzf {shell_quote(str(target))}")
+        print_text(f"left out: {', '.join(listed)}")
+    # tar takes a name with a colon for a file of another machine.
+    path = f"./{target}" if ":" in target.parts[0] else str(target)
+    print_text(f"to unpack: tar xzf {shell_quote(path)}")
     return 0
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from distexp.config.overrides import format_count
-from distexp.exceptions import run_until_pipe_closes
+from distexp.exceptions import print_error, print_text, run_until_pipe_closes
 from distexp.launch.launcher import CancelError, launchers_of
 from distexp.runs.record import ExistingRuns, choose_newest_sweep, not_a_sweep
 from distexp.status import DIRECTORY_HELP
@@ -22,19 +22,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     sweep_dir = options.directory or choose_newest_sweep()
     launchers = launchers_of(sweep_dir, ExistingRuns.read(sweep_dir).runs)
     if not launchers:
-        print(f"distexp: {not_a_sweep(sweep_dir, 'run')}", file=sys.stderr)
+        print_error(not_a_sweep(sweep_dir, "run"))
         return 2
     try:
         results = [launcher.cancel(sweep_dir, runs) for launcher, runs in launchers]
     except CancelError as error:
-        print(f"distexp: {error}", file=sys.stderr)
+        print_error(error)
         return 1
     print(f"{format_count(sum(result.runs for result in results), 'run')} cancelled")
     for left in (line for result in results for line in result.left):
-        print(left)
+        print_text(left)
     errors = [line for result in results for line in result.errors]
     for line in errors:
-        print(f"distexp: {line}", file=sys.stderr)
+        print_error(line)
     return 1 if errors else 0
 
 

@@ -2,25 +2,42 @@
 
 import io
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+LONG = re.compile(r"\S{1000,}")
+"""A value that is too long for a message, such as a number of thousands of digits."""
+
+
+def shorten(message: str) -> str:
+    """Return a message with the start of each very long value."""
+    return LONG.sub(lambda found: f"{found[0][:57]}...", message)
+
 
 class ConfigError(ValueError):
     """One or more errors of a configuration; each states the value, what is wrong with it, and a hint."""
 
     def __init__(self, errors: list[str] | str, config: Any = None) -> None:
-        self.errors = [errors] if isinstance(errors, str) else list(errors)
+        self.errors = [shorten(error) for error in ([errors] if isinstance(errors, str) else errors)]
         self.config = config  # with the values that were decided before the errors were found, or None
         super().__init__("\n".join(self.errors))
 
 
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's message; the name of its class if it has none."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return (text_of(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def text_of(error: BaseException) -> str:
+    """Return the message of an error. Custom code may raise an error that cannot be printed."""
+    try:
+        return str(error)
+    except Exception:
+        return "its message cannot be printed"
 
 
 class SweepFailedError(Exception):
@@ -44,6 +61,25 @@ class SweepInterrupted(BaseException):
 
 class MonitoringInterrupted(BaseException):
     """Ctrl-C while jobs were monitored. The jobs continue."""
+
+
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+"""Characters that change the state of a terminal or the direction of a text, or that no file can contain."""
+
+
+def printable(text: str) -> str:
+    """Replace control characters, except line breaks and tabs, by visible escape codes."""
+    return CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+def print_error(message: object) -> None:
+    """Print a message to stderr. It may contain the name of a file, and so control characters."""
+    print(f"distexp: {printable(shorten(str(message)))}", file=sys.stderr)
+
+
+def print_text(text: str) -> None:
+    """Print a text to stdout that may contain the name of a file, and so control characters."""
+    print(printable(text))
 
 
 TRACE_VARIABLE = "HYDRA_FULL_ERROR"
@@ -72,7 +108,7 @@ def run_until_pipe_closes(command: Callable[[], int]) -> int:
         if os.environ.get(TRACE_VARIABLE) == "1":
             raise
         for message in error.errors:
-            print(f"distexp: {message}", file=sys.stderr)
+            print_error(message)
         return 2
     except OSError as error:
         if os.environ.get(TRACE_VARIABLE) == "1":
@@ -82,10 +118,10 @@ def run_until_pipe_closes(command: Callable[[], int]) -> int:
                 sys.stdout.flush()
         except OSError:
             _discard_output()
-        print(f"distexp: {describe_os_error(error)}", file=sys.stderr)
+        print_error(describe_os_error(error))
         return 1
     except KeyboardInterrupt:
-        print("distexp: interrupted", file=sys.stderr)
+        print_error("interrupted")
         return 128 + signal.SIGINT
     return code
 
@@ -129,4 +165,4 @@ def describe_os_error(error: OSError) -> str:
         os.getcwd()
     except FileNotFoundError:
         return "the current folder was deleted: change to another one"
-    return f"{error.filename}: {error.strerror}" if error.filename else str(error.strerror or error)
+    return shorten(f"{error.filename}: {error.strerror}" if error.filename else str(error.strerror or error))

@@ -18,7 +18,7 @@ from distexp.cli.errors import suggest
 from distexp.cli.help_topics import first_sentence
 from distexp.config.keys import options_of
 from distexp.config.overrides import is_override
-from distexp.exceptions import run_until_pipe_closes
+from distexp.exceptions import print_error, run_until_pipe_closes
 from distexp.launch.local.launcher import continue_after_hangup
 from distexp.runs.run_dir import OUTPUTS
 from distexp.system.processes import handle_signals
@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = [name for name in names if any(fnmatch(name, pattern) for pattern in wanted)]
     if not chosen:
         near = suggest(patterns[0], names) or ": distexp experiments lists them"
-        print(f"distexp: no preset matches {' '.join(patterns)}{near}", file=sys.stderr)
+        print_error(f"no preset matches {' '.join(patterns)}{near}")
         return 2
     if overrides:
         if code := _check(chosen[0], overrides):

@@ -7,7 +7,7 @@ from distexp.cli.errors import explain_option, suggest, suggest_key
 from distexp.cli.help_topics import help_text, topic_names, topic_text
 from distexp.cli.main import COMMANDS, run_command
 from distexp.config.keys import config_groups, options_of
-from distexp.exceptions import run_until_pipe_closes
+from distexp.exceptions import print_error, run_until_pipe_closes
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -31,7 +31,7 @@ def _print_topic(name: str) -> int:
         else:
             hint = suggest(name, COMMANDS) or suggest_key(name.lower(), topic_names()) or ": see distexp help"
             message = f"{name} is not a command, a group or a key{hint}"
-        print(f"distexp: {message}", file=sys.stderr)
+        print_error(message)
         return 2
     print(text)
     return 0

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from distexp.config.overrides import copyable_command, format_count, shell_quote
 from distexp.console.sweep_table import count_states
-from distexp.exceptions import describe_os_error, run_until_pipe_closes
+from distexp.exceptions import describe_os_error, print_error, print_text, run_until_pipe_closes
 from distexp.runs.run_dir import COMMAND, OUTPUTS, PROOF
 from distexp.status import read_folder
 from distexp.system.files import read_or_none, walk
@@ -28,7 +28,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     found = (Path(folder, COMMAND) for folder, _, names in walk(options.folder) if COMMAND in names)
     files = sorted(filter(Path.is_file, found), key=lambda file: file.stat().st_mtime)
     if not files:
-        print(f"distexp: no sweep below {options.folder}: start one, or give another folder", file=sys.stderr)
+        problem = f"{options.folder} is a file" if options.folder.is_file() else f"no sweep below {options.folder}"
+        print_error(f"{problem}: start a sweep, or give another folder")
         return 2
     shown = files[-max(1, options.n) :]
     console = make_console()
@@ -42,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print_plain(console, f"    {_command(file)}")
     if len(files) > len(shown):
         older = format_count(len(files) - len(shown), "older sweep")
-        print(f"{older}: distexp ls {shell_quote(str(options.folder))} -n {len(files)}")
+        print_text(f"{older}: distexp ls {shell_quote(str(options.folder))} -n {len(files)}")
     return 0
 
 

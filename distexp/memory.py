@@ -13,7 +13,7 @@ from datetime import datetime
 from functools import partial
 from pathlib import Path
 
-from distexp.exceptions import run_until_pipe_closes
+from distexp.exceptions import print_error, print_text, printable, run_until_pipe_closes
 from distexp.measure.memory.sampler import Statistics
 from distexp.runs import memory_trace
 from distexp.runs.memory_trace import CPU, GPU, MemorySample, MemoryTrace
@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     sections += [_cpu_lines(traces)] if CPU in kinds else []
     if not traces:
         return NONE_READ
-    print("\n\n".join("\n".join(lines) for lines in sections if lines))
+    print_text("\n\n".join("\n".join(lines) for lines in sections if lines))
     return ALL_READ if len(traces) == len(labels) else SOME_READ
 
 
@@ -65,15 +65,15 @@ def _read(path: Path, kinds: Sequence[str]) -> MemoryTrace | None:
     try:
         trace = read_memory_log(path)
     except OSError as error:
-        print(f"distexp: {path} cannot be read ({error.strerror}): {EXPECTED}", file=sys.stderr)
+        print_error(f"{path} cannot be read ({error.strerror}): {EXPECTED}")
         return None
     except ValueError as error:
-        print(f"distexp: {error}", file=sys.stderr)
+        print_error(error)
         return None
     for note in trace.notes:
-        print(note, file=sys.stderr)
+        print(printable(note), file=sys.stderr)
     if not any(sample.kind in kinds and sample.used_mib is not None for sample in trace.samples):
-        print(f"distexp: {path} has no samples of {' or '.join(kinds)} memory", file=sys.stderr)
+        print_error(f"{path} has no samples of {' or '.join(kinds)} memory")
         return None
     return trace
 

@@ -15,6 +15,7 @@ from distexp.cli.errors import explain
 from distexp.cli.main import main as distexp
 from distexp.config import Command, ConfigError
 from distexp.config.overrides import is_override, key_of, shell_quote, sweep_dir_override
+from distexp.exceptions import print_error
 from distexp.guard.config_files import check_files, check_stored_command, check_working_directory, is_own_file
 from distexp.runs.record import choose_newest_sweep, not_a_sweep
 from distexp.runs.run_dir import COMMAND
@@ -50,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         merged = merge(original, new)
     except (ConfigError, HydraException) as error:
         for message in explain(error):
-            print(f"distexp: {message}", file=sys.stderr)
+            print_error(message)
         return 2
     if os.path.isdir(directory):
         os.chdir(directory)  # The relative paths of the command are relative to it.

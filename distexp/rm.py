@@ -13,11 +13,11 @@ from pathlib import Path
 from distexp.config import Command, ConfigError
 from distexp.config.overrides import format_count, shell_quote
 from distexp.console.sweep_table import count_states
-from distexp.exceptions import run_until_pipe_closes
+from distexp.exceptions import print_text, run_until_pipe_closes
 from distexp.runs import attempts, run_dir
 from distexp.runs.run_dir import COMMAND, PROOF, SPEC
 from distexp.status import read_ended_runs
-from distexp.system.files import printable, read_or_none, walk, write_json
+from distexp.system.files import read_or_none, walk, write_json
 from distexp.system.silence import set_step
 from distexp.system.units import MIB, format_memory
 
@@ -39,13 +39,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if errors := [error for folder in folders for error in _errors(folder)]:
         raise ConfigError(errors)
     for folder in folders:
-        print(_description(folder))
+        print_text(_description(folder))
     if not options.yes and not _confirms(folders):
         return 1
     set_step("deleting")  # The time that the user took to answer does not count.
     for folder in folders:
         _delete(folder)
-        print(f"deleted: {printable(str(folder))}")
+        print_text(f"deleted: {folder}")
     return 0
 
 
@@ -72,15 +72,20 @@ def _foreign_names(folder: Path) -> list[str]:
         return []
     known = {value.partition("/")[0] for value in vars(run_dir).values() if isinstance(value, str)} | OTHER_NAMES
     unknown = (path for path in folder.iterdir() if path.name not in known)
-    return sorted(printable(path.name) for path in unknown if not _is_written_by_distexp(path))
+    return sorted(path.name for path in unknown if not _is_written_by_distexp(path))
 
 
 def _is_written_by_distexp(path: Path) -> bool:
-    """Return whether a path is a snapshot of the code, or contains a run. An invalid run has no spec."""
+    """Return whether a path is a snapshot of the code, or has only runs. An invalid run has no spec."""
     if path.is_symlink() or not path.is_dir():
         return False
-    marks = {SPEC, run_dir.RECORD, PROOF, run_dir.HYDRA}
-    found = any(marks & {*folders, *names} for _, folders, names in walk(path))
+    marks, found = {SPEC, run_dir.RECORD, PROOF, run_dir.HYDRA}, False
+    for _, folders, names in walk(path):
+        if marks & {*folders, *names}:
+            found = True
+            folders.clear()  # All in a run is its own.
+        elif names:
+            return path.name.startswith(run_dir.SNAPSHOT)
     return found or path.name.startswith(run_dir.SNAPSHOT)
 
 
@@ -89,7 +94,7 @@ def _description(folder: Path) -> str:
     states = count_states(read_ended_runs(folder).runs) or "no run"
     paths = [os.path.join(place, name) for place, _, names in os.walk(folder) for name in names]
     size = sum(os.lstat(path).st_size for path in paths)
-    return f"{printable(str(folder))}: {states}; {format_count(len(paths), 'file')}, {format_memory(size / MIB)}"
+    return f"{folder}: {states}; {format_count(len(paths), 'file')}, {format_memory(size / MIB)}"
 
 
 def _confirms(folders: Sequence[Path]) -> bool:
@@ -117,7 +122,9 @@ def _delete(folder: Path) -> None:
     command = read_or_none(sweep)
     if isinstance(command, dict) and name.isdecimal():  # so that distexp status does not call it "not started"
         times = sweep.stat()
-        write_json(sweep, {**command, "deleted": [*command.get("deleted", ()), name]})
+        deleted = command.get("deleted")
+        earlier = [text for text in deleted if isinstance(text, str)] if isinstance(deleted, list) else []
+        write_json(sweep, {**command, "deleted": [*earlier, name]})
         os.utime(sweep, ns=(times.st_atime_ns, times.st_mtime_ns))  # when the sweep was started
 
 

@@ -22,12 +22,12 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from distexp.console.sweep_table import RunLine, count_states
-from distexp.exceptions import describe_os_error, run_until_pipe_closes
+from distexp.exceptions import describe_os_error, first_line, print_error, printable, run_until_pipe_closes
 from distexp.runs.record import choose_newest_sweep, not_a_sweep
 from distexp.runs.run_dir import CHECKPOINTS, METRICS, MODEL, REPORT, memory_trace_paths
 from distexp.runs.run_state import RunState, read_progress
 from distexp.status import DIRECTORY_HELP, not_started, read_folder
-from distexp.system.files import PACKAGE, Tail, nan_to_none, open_file, printable
+from distexp.system.files import PACKAGE, Tail, nan_to_none, open_file
 from distexp.system.processes import end_tree, start_module
 from distexp.system.silence import set_step
 
@@ -73,13 +73,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     directory = options.directory or choose_newest_sweep()
     if not read_folder(directory).runs:
-        print(f"distexp: {not_a_sweep(directory, 'run')}", file=sys.stderr)
+        print_error(not_a_sweep(directory, "run"))
         return 2
     try:
         server = Server(directory.absolute(), options.port)
     except (OSError, OverflowError) as error:
         reason = describe_os_error(error) if isinstance(error, OSError) else "it must be from 0 to 65535"
-        print(f"distexp: --port {options.port}: {reason}: give another one, or leave it out", file=sys.stderr)
+        print_error(f"--port {options.port}: {reason}: give another one, or leave it out")
         return 1 if isinstance(error, OSError) else 2
     try:
         print(f"{server.address}\nCtrl-C ends it. The runs continue.", flush=True)
@@ -173,7 +173,7 @@ class Server(ThreadingHTTPServer):
         state = run.state if run.state != "running" else progress.phase or "start"
         return {
             "number": run.number,
-            "state": f"{state}: {run.reason}" if run.reason else state,
+            "state": printable(f"{state}: {run.reason}" if run.reason else state),
             "step": progress.step,
             "steps": progress.steps,
             "loss": None if progress.loss is None else f"{progress.loss:.4f}",
@@ -205,6 +205,12 @@ class Server(ThreadingHTTPServer):
         if self._build is not None:
             end_tree(self._build, 0.2)
 
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Print an unexpected error. A browser closes the connection of a page that it has left."""
+        error = sys.exception()
+        if error is not None and not isinstance(error, ConnectionError | TimeoutError):
+            print_error(f"serve: {type(error).__name__}: {first_line(error)}")
+
 
 class Handler(BaseHTTPRequestHandler):
     """Answers to GET requests. Others are refused by the base class."""
@@ -215,7 +221,10 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         """Return the page, the state of the runs, or a file of the sweep."""
-        token, _, path = unquote(urlsplit(self.path).path).removeprefix("/").partition("/")
+        try:
+            token, _, path = unquote(urlsplit(self.path).path).removeprefix("/").partition("/")
+        except ValueError:  # not an address
+            token = path = ""
         is_known = hmac.compare_digest(token.encode(), self.server.token.encode())
         if self.headers.get("Host") not in self.server.hosts or not is_known:
             self._answer(b"open the address that distexp serve has printed\n", "text/plain", status=403)

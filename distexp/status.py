@@ -20,15 +20,22 @@ from distexp.console.sweep_table import (
     states_table,
     truncated_reasons,
 )
-from distexp.exceptions import MonitoringInterrupted, SweepFailedError, describe_os_error, run_until_pipe_closes
+from distexp.exceptions import (
+    MonitoringInterrupted,
+    SweepFailedError,
+    describe_os_error,
+    print_error,
+    printable,
+    run_until_pipe_closes,
+)
 from distexp.launch.launcher import Launcher, launchers_of
 from distexp.launch.queued_runs import FAST_POLL_S
 from distexp.runs.record import FAILURES, ExistingRun, ExistingRuns, choose_newest_sweep, not_a_sweep
 from distexp.runs.run_dir import COMMAND, RECORD, SPEC
 from distexp.runs.run_state import RunState
-from distexp.system.files import printable, read_or_none
+from distexp.system.files import read_or_none
 from distexp.system.typed_values import matches
-from distexp.tables.columns import live_display
+from distexp.tables.columns import live_display, make_console
 
 DIRECTORY_HELP = "directory of a sweep (default: the newest sweep below multirun_outputs)"
 
@@ -77,11 +84,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--watch", action="store_true", help="follow the runs until all have ended")
     options = parser.parse_args(arguments)
     directory = options.directory or choose_newest_sweep()
-    has_width = sys.stdout.isatty() or "COLUMNS" in os.environ
-    console = Console(width=None if has_width else 160, emoji=False)
+    console = make_console(piped_width=160)
     found = read_folder(directory)
     if not found.runs:
-        print(f"distexp: {not_a_sweep(directory, 'run')}", file=sys.stderr)
+        print_error(not_a_sweep(directory, "run"))
         return 2
     if options.watch:
         directory = directory.absolute()
@@ -121,7 +127,7 @@ def _print_states(found: FolderStates, console: Console) -> None:
     with console.capture() as captured:
         console.print(states_table(rows, console.width))
     for line in captured.get().splitlines():
-        console.out(line.rstrip(), highlight=False)  # Trailing spaces would fill a log file.
+        print(line.rstrip(), file=console.file)  # Trailing spaces would fill a log file.
     notes = [f"{found.name_of(sweep)}: {line}" for sweep in found.sweeps for line in not_started(sweep)]
     below = (*hidden_lines(rows, console.width), *truncated_reasons(rows, console.width))
     for line in [*below, count_states(found.runs), *notes]:

@@ -14,6 +14,10 @@ from distexp.system.cgroups import visible_gpus
 from tests.helpers.datasets import squad_dataset, tinyimagenet_dataset
 from tests.helpers.slurm_cluster import Cluster, missing_requirement, running_cluster
 
+# Several tests share the cores. Threads of OpenMP that wait for each other would use them, for ten times the time of
+# the work. It is read when torch is imported, here and in all workers.
+os.environ.setdefault("GOMP_SPINCOUNT", "0")
+
 
 @pytest.fixture(scope="session", autouse=True)
 def _shared_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
@@ -48,37 +52,44 @@ def one_rank_group(tmp_path: Path) -> Iterator[None]:
 
 
 LONGEST = (
-    "verify/test_museum.py",
-    "models/test_zoo.py",
     "verify/test_verify.py",
-    "models/test_tasks.py",
-    "worker/test_compile_trial.py",
-    "launch/slurm/test_failures.py",
-    "launch/slurm/test_requeue.py",
     "strategies/test_parity.py",
-    "strategies/test_adapters.py",
-    "models/test_own_modules.py",
-    "launch/slurm/test_sweeps.py",
     "launch/test_failures.py",
+    "launch/slurm/test_requeue.py",
+    "verify/test_museum.py",
+    "launch/slurm/test_failures.py",
+    "launch/slurm/test_sweeps.py",
+    "models/test_zoo.py",
+    "strategies/test_tensor.py",
+    "strategies/test_expert.py",
+    "strategies/test_context.py",
+    "worker/test_compile_trial.py",
+    "strategies/test_pipeline.py",
+    "experiments/test_chapters.py",
+    "choose/test_search.py",
     "launch/test_local_runs.py",
-    "checkpoints/test_resuming.py",
     "benchmarks/test_speed.py",
-    "report/page/test_page.py",
-    "checkpoints/test_interruptions.py",
-    "engines/test_hf_trainer.py",
-    "measure/profiling/test_communication.py",
     "measure/test_stragglers.py",
-    "launch/test_shared_start.py",
-    "launch/test_nodes.py",
-    "experiments/test_tiny.py",
-    "forecast/test_gloo.py",
-    "tests/test_resume.py",
+    "cli/test_cli.py",
+    "checkpoints/test_resuming.py",
+    "models/test_tasks.py",
+    "plan/test_accuracy.py",
+    "worker/test_compile_cache.py",
+    "plan/test_compiled.py",
+    "strategies/test_compute_weights.py",
 )
-"""Files that take longest. They start first, or the other processes would wait for one of them at the end."""
+"""Files that take longest, the longest first. The other processes would wait for one that starts last."""
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m selects tests by their markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run the longest files first, and skip the tests with the marker ``gpu`` on a machine without a visible GPU."""
+    """Run the longest files first, and skip the tests with the marker ``gpu`` on a machine without a visible GPU.
+
+    Those with the marker ``release`` are slow too.
+    """
+    for item in items:
+        if item.get_closest_marker("release") is not None:
+            item.add_marker(pytest.mark.slow)
     tests_of = Counter(item.path for item in items)
     rank_of = {path: next((n for n, end in enumerate(LONGEST) if str(path).endswith(end)), 99) for path in tests_of}
     items.sort(key=lambda item: (rank_of[item.path], -tests_of[item.path], item.path))

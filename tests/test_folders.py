@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -57,6 +59,18 @@ def test_a_sweep_and_a_run_in_it_are_deleted(sweep: Path, capsys: pytest.Capture
     assert not sweep.exists()
 
 
+@pytest.mark.parametrize("deleted", [5, {"a": [1]}, [7, "3"], None])
+def test_a_foreign_list_of_deleted_runs_is_no_obstacle(
+    deleted: object, sweep: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    content = json.loads((sweep / "command.json").read_text())
+    (sweep / "command.json").write_text(json.dumps({**content, "deleted": deleted}))
+    assert main(["rm", "--yes", "sweep/1"]) == 0
+    assert capsys.readouterr().out.endswith("deleted: sweep/1\n")
+    kept = ["3", "1"] if isinstance(deleted, list) else ["1"]
+    assert json.loads((sweep / "command.json").read_text())["deleted"] == kept
+
+
 @pytest.mark.parametrize("command", [["rm", "--yes"], ["archive"]])
 def test_a_running_run_and_other_folders_are_refused(
     sweep: Path, command: list[str], capsys: pytest.CaptureFixture[str]
@@ -87,10 +101,14 @@ def test_what_distexp_did_not_write_is_not_deleted(
     Path("elsewhere").mkdir()
     (sweep / "7").symlink_to(Path("elsewhere").resolve())
     (sweep / "notes.txt").write_text("mine")
+    (sweep / "notes" / "copy").mkdir(parents=True)
+    (sweep / "notes" / "mine.txt").write_text("mine")
+    shutil.copy(sweep / "0" / "record.json", sweep / "notes" / "copy")
     assert main(["rm", "--yes", "sweep"]) == 2
-    assert "sweep also contains what distexp did not write: 7, notes.txt. Move it" in capsys.readouterr().err
+    assert "sweep also contains what distexp did not write: 7, notes, notes.txt. Move it" in capsys.readouterr().err
     for name in ("7", "notes.txt"):
         (sweep / name).unlink()
+    shutil.rmtree(sweep / "notes")
     (sweep / "0" / "outside").symlink_to(Path("elsewhere").resolve())
     monkeypatch.chdir(sweep / "0")
     assert main(["rm", "--yes", ".."]) == 2
@@ -124,6 +142,17 @@ def test_the_report_of_an_unpacked_archive_is_that_of_the_sweep(
     assert capsys.readouterr().out == shown
     assert main(["archive", "sweep", "--output", "sweep/inside.tar.gz"]) == 2
     assert "would be inside of sweep" in capsys.readouterr().err
+
+
+def test_an_archive_with_a_colon_in_its_name_is_unpacked_as_shown(
+    sweep: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sweep.rename("at 12:30")
+    assert main(["archive", "at 12:30"]) == 0
+    unpack = capsys.readouterr().out.splitlines()[-1]
+    Path("to").mkdir()
+    subprocess.run(unpack.removeprefix("to unpack: "), shell=True, check=True)
+    assert Path("at 12:30", "0", "record.json").is_file()
 
 
 def test_the_archive_of_a_run_is_named_after_its_sweep(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,6 +8,8 @@ import os
 import re
 import shutil
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import time
@@ -24,6 +26,7 @@ from distexp.runs.memory_trace import CPU, MemorySample, MemoryTraceWriter
 from distexp.runs.run_dir import memory_trace_path
 from tests.helpers.records import record
 from tests.helpers.runs import REPOSITORY, make_spec
+from tests.report.page.test_accessibility import PROBLEMS
 from tests.test_status import write_sweep
 
 LIMIT_S = 240.0
@@ -86,6 +89,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         [sys.executable, "-m", "distexp", "serve", str(sweep)],
         env={**os.environ, "PYTHONPATH": str(REPOSITORY), "COLUMNS": "200"},
         stdout=subprocess.PIPE,
+        stderr=(folder / "errors.txt").open("w"),
         text=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL) and None,  # noqa: PLW1509
     )
@@ -114,6 +118,18 @@ def test_it_answers_only_who_knows_the_token_and_by_its_own_name(served: Served)
         assert served.get(page, host=host)[0] == 403, host
     for method in ("POST", "PUT", "DELETE"):
         assert served.get(page, method=method)[0] == 501
+
+
+def test_a_client_that_leaves_or_asks_for_no_address_prints_nothing(served: Served) -> None:
+    for request in (b"GET http://[ HTTP/1.1\r\nHost: x\r\n\r\n", b"GET / HTTP/1.1\r\n"):
+        with socket.create_connection(("127.0.0.1", served.port)) as client:
+            client.sendall(request)
+            if request.endswith(b"\r\n\r\n"):
+                assert client.recv(100).startswith(b"HTTP/1.0 403")
+            # The client resets the connection.
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    assert served.get(f"/{served.token}/")[0] == 200
+    assert (served.sweep.parent / "errors.txt").read_text() == ""
 
 
 def test_it_serves_no_file_outside_of_the_sweep_and_no_weights(served: Served) -> None:
@@ -148,6 +164,9 @@ def test_a_browser_shows_the_running_run_and_the_report_of_the_others(served: Se
         texts = row.locator("td").all_inner_texts()
         assert [texts[n] for n in (0, 1, 3, 4, 6)] == ["1", "train", "10/40", "3.0000", "CPU 2.0 GiB"]
         assert row.locator("polyline").count() == 1
+        for scheme in ("light", "dark"):
+            page.emulate_media(color_scheme=scheme)  # type: ignore[arg-type]
+            assert page.evaluate(PROBLEMS) == [], scheme
         report = page.frame_locator("#report")
         report.locator("#runs table tbody tr").first.wait_for()
         assert "1 completed, 1 running" in page.locator("#summary").inner_text()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import sys
@@ -24,6 +23,7 @@ from distexp.config.keys import conf_dir
 from distexp.data.base import IGNORE
 from distexp.data.squad import load
 from distexp.measure.clock import StepClock
+from distexp.system.processes import end_at_once
 from distexp.system.units import MIB
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -184,5 +184,5 @@ def measure(train: Callable[[Settings], dict[str, object]]) -> None:
     if int(os.environ.get("RANK", "0")) == 0:
         output.write_text(json.dumps(result))
     if dist.is_initialized():
-        gc.collect()  # A model in a reference cycle keeps the group, whose threads then abort the exit of Python.
         dist.destroy_process_group()
+        end_at_once(0)  # Threads of gloo may abort an orderly exit.

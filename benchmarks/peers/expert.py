@@ -37,6 +37,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.peers.settings import CLIPPING, LEARNING_RATE, WEIGHT_DECAY
 from distexp.measure.clock import StepClock
+from distexp.system.processes import end_at_once
 from distexp.system.units import MIB
 
 
@@ -171,3 +172,4 @@ if __name__ == "__main__":
         Path(sys.argv[2]).write_text(json.dumps(found))
     if dist.is_initialized():
         dist.destroy_process_group()
+        end_at_once(0)  # Threads of gloo may abort an orderly exit.

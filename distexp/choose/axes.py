@@ -82,7 +82,7 @@ def _read_entries(space: Sequence[str]) -> list[SpaceEntry]:
     return entries
 
 
-FURTHER_SECTIONS = (*(kind.section for kind in shipped_strategies().values() if kind.section), "offload")
+FURTHER_SECTIONS = (*(kind.section for kind in shipped_strategies().values() if kind.section), "offload", "parallel")
 FURTHER_KEYS = (
     *("train.logits", "train.loss", "train.loss_chunk_tokens", "train.compile", "train.activation_budget"),
     *("train.compute_weights", "train.fused_update", "train.channels_last"),

@@ -15,9 +15,11 @@ from distexp.resolve.resources import launcher_traits
 from distexp.runs.record_sections import Predicted
 from distexp.statistics.noise import UsualErrors
 from distexp.strategies.base import shipped_strategies, strategy_label
+from distexp.strategies.parallel.checks import SCHEDULE, degrees
 from distexp.system.units import MIB_PER_GIB
 
 FAILED_ELSEWHERE = "failed in another trial"  # part of the reason of a candidate with a setting that failed
+INVALID = "invalid: "  # start of the reason of a candidate whose settings contradict each other
 OOM_GPU, OOM_HOST = "oom_gpu", "oom_host"
 
 
@@ -83,6 +85,7 @@ class Trial(Metrics):
     error: str = ""  # why it failed, in one line; empty if it did not
     disturbed: bool = False  # whether its repeat was so much better that this trial does not count
     dropout: float | None = None  # largest dropout rate of its model; None if it is unknown
+    process_mib: float | None = None  # on CPUs, what the processes of a node needed in addition to tensors
 
     @property
     def ran_out_of_memory(self) -> bool:
@@ -140,6 +143,11 @@ class Candidate:
     def on_cpus(self) -> bool:
         """Return whether its workers have no GPUs."""
         return self.config is not None and self.config.cluster.device == "cpu"
+
+    @property
+    def offloads(self) -> bool:
+        """Return whether some of its states are in CPU memory."""
+        return self.config is not None and self.config.offload.enabled
 
     @property
     def queues(self) -> bool:
@@ -344,7 +352,7 @@ def row_label(candidate: Candidate) -> str:
     if config is None:
         return " ".join(candidate.overrides)
     train = config.train
-    parts = [f"{strategy_label(config)} {train.micro_batch_size}x{train.gradient_accumulation_steps}"]
+    parts = [f"{strategy_label(config)} {train.micro_batch_size}x{train.gradient_accumulation_steps}", *_shared(config)]
     if config.kernels.name != "reference":
         parts.append(config.kernels.name)
     if checkpointing := train.activation_checkpointing:
@@ -353,13 +361,21 @@ def row_label(candidate: Candidate) -> str:
 
 
 def _added(candidate: Candidate) -> list[str]:
-    return [text for text in candidate.overrides if key_of(text) not in LABELED]
+    return [text for text in candidate.overrides if key_of(text) not in LABELED and not text.startswith("parallel.")]
+
+
+def _shared(config: Config) -> Iterator[str]:
+    """Yield the degrees in which workers share the model, as they are typed."""
+    yield from (typed for typed, _ in degrees(config))
+    if config.parallel.schedule:
+        yield f"{SCHEDULE}={config.parallel.schedule}"
 
 
 def config_label(config: Config) -> str:
     """Return the label of a configuration, without what is the default."""
     train, world = config.train, config.cluster.world_size
-    parts = [strategy_label(config), f"micro-batch {train.micro_batch_size} x {train.gradient_accumulation_steps}"]
+    micro_batches = f"micro-batch {train.micro_batch_size} x {train.gradient_accumulation_steps}"
+    parts = [strategy_label(config), *_shared(config), micro_batches]
     if config.kernels.name != "reference":
         parts.append(f"kernels={config.kernels.name}")
     if checkpointing := train.activation_checkpointing:

@@ -3,6 +3,7 @@
 import json
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,6 +20,7 @@ from distexp.choose.ranking import PlannedTrial, by_score, mean_metrics, ranked
 from distexp.choose.search import describe_no_winner, first_trials, search
 from distexp.choose.trials import EXCLUDED_STEPS, SearchState, Trials, add_trial
 from distexp.compose.composition import Cell, MakeCell
+from distexp.config import ConfigError
 from distexp.config.overrides import format_count, suggest_command
 from distexp.exceptions import InterruptedRunError, MonitoringInterrupted, SweepFailedError, SweepInterrupted
 from distexp.launch.launcher import TrialLauncher
@@ -26,6 +28,7 @@ from distexp.launch.run_dirs import locked_sweep_dir
 from distexp.plan.planner import Planner, parallel_processes
 from distexp.plan.verdict import memory_to_fit_mib
 from distexp.resolve.resources import launcher_traits
+from distexp.strategies.parallel.checks import CONTEXT, TENSOR
 from distexp.system import cgroups, files
 from distexp.system.silence import set_step
 from distexp.tables.columns import print_plain
@@ -72,8 +75,17 @@ def run_choose(
 
 def find_candidates(settings: space.Settings, make: MakeCell, planner: Planner) -> list[Candidate]:
     """Return all candidates with their predictions and forecasts. Those that do not fit are pruned."""
+    candidates = _predicted(settings.section.space, settings, make, planner)
+    if not any(candidate.is_waiting and not candidate.offloads for candidate in candidates):
+        candidates += _find_sharing(candidates, settings, make, planner)
+    rough_forecast.set_forecasts(candidates)
+    return candidates
+
+
+def _predicted(entries: Sequence[str], settings: space.Settings, make: MakeCell, planner: Planner) -> list[Candidate]:
+    """Return the candidates of some entries of ``choose.space``. Those that do not fit are pruned."""
     command = settings.command
-    candidates = space.make_space(make, command, settings.section.gpus, axes.read_axes(settings.section.space, command))
+    candidates = space.make_space(make, command, settings.section.gpus, axes.read_axes(entries, command))
     _announce(candidates, settings)
     pruning.prune_by_plan(
         candidates,
@@ -82,8 +94,38 @@ def find_candidates(settings: space.Settings, make: MakeCell, planner: Planner) 
         at_a_time=parallel_processes(),
         report=lambda text: print(f"distexp: {text}", file=sys.stderr),
     )
-    rough_forecast.set_forecasts(candidates)
     return candidates
+
+
+SHARED_BY_DEFAULT, MOST_SHARING = (TENSOR, CONTEXT), 8
+"""Degrees that are tried if nothing fits without offloading, and the most workers of a group."""
+
+
+def _find_sharing(
+    candidates: Sequence[Candidate], settings: space.Settings, make: MakeCell, planner: Planner
+) -> list[Candidate]:
+    """Return candidates whose workers share matrices or tokens: those of the smallest degree with which one fits.
+
+    They send activations in each layer, which is slower than a sharding, and faster than offloading. So they are for
+    GPUs on which nothing fits without offloading. If one fits, candidates that offload are pruned.
+    """
+    section, command = settings.section, settings.command
+    base = space.base_config(make, command)
+    if base.cluster.device != "cuda" or any("parallel." in text for text in (*command, *section.space)):
+        return []
+    degree, found = 2, list[Candidate]()
+    sizes = {size.workers_per_node for size in axes.cluster_sizes(base, section.gpus)}
+    while degree <= MOST_SHARING and any(size % degree == 0 for size in sizes):
+        for key in SHARED_BY_DEFAULT:
+            with suppress(ConfigError):  # No strategy supports it with this model and data.
+                found += _predicted([*section.space, f"{key}={degree}"], settings, make, planner)
+        fitting = next((each for each in found if each.is_waiting and not each.too_close), None)
+        if fitting is not None:
+            for other in (each for each in candidates if each.is_waiting):
+                other.prune(f"offloading is slower, and not needed: {' '.join(fitting.overrides)} fits")
+            break
+        degree *= 2
+    return [each for each in found if each.config is not None]
 
 
 def _announce(candidates: Sequence[Candidate], settings: space.Settings) -> None:
@@ -246,6 +288,6 @@ def search_notes(make: MakeCell, settings: space.Settings) -> Iterator[str]:
     )
     if kept is not None:
         yield (
-            f"all configurations have train.micro_batch_size={kept}. A batch norm uses the statistics of a "
-            "micro-batch, so another size is another training. To vary it too, add train.micro_batch_size=auto"
+            f"all configurations have train.micro_batch_size={kept}. A batch norm or a router loss uses the statistics "
+            "of a micro-batch, so another size is another training. To vary it too, add train.micro_batch_size=auto"
         )

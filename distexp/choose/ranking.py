@@ -7,7 +7,7 @@ from operator import attrgetter
 
 from distexp.choose.candidate import DEFAULT_RULES, Candidate, Metrics, Objective, SearchRules, Trial
 from distexp.config import Config
-from distexp.statistics.noise import CPU_MEMORY_MIB, SINGLE_CPU_RUN, Deviation, distinct_ratio
+from distexp.statistics.noise import SINGLE_CPU_RUN, Deviation, cpu_memory_noise, distinct_ratio
 from distexp.strategies.base import load_strategy
 from distexp.strategies.traits import CUSTOM_COMPLEXITY
 
@@ -75,7 +75,8 @@ def _least_noise_on_cpus(winner: Candidate, other: Candidate, objective: Objecti
     energy or a cost, which follows from the time.
     """
     if objective is Objective.MEMORY:
-        return log1p(sqrt(2) * CPU_MEMORY_MIB / (winner.score(objective) or CPU_MEMORY_MIB))
+        noise = sqrt(2) * cpu_memory_noise(trial.process_mib for one in (winner, other) for trial in one.completed)
+        return log1p(noise / (winner.score(objective) or noise))
     is_single = min(len(winner.completed), len(other.completed)) < 2
     return log(distinct_ratio(SINGLE_CPU_RUN)) if is_single else None
 

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from distexp.choose import result_texts as texts
-from distexp.choose.candidate import Candidate, Objective, format_worker_time, label, row_label
+from distexp.choose.candidate import INVALID, Candidate, Objective, format_worker_time, label, row_label
 from distexp.choose.loss_check import LossCheck
 from distexp.choose.ranking import PlannedTrial, SearchResult, equal_candidates, mean_metrics, ranked, simplest
 from distexp.choose.search import NOT_TRIED
@@ -250,7 +250,9 @@ def count_reasons(candidates: Sequence[Candidate]) -> dict[str, int]:
     """Return how many candidates have each reason, the most frequent first. Numbers that differ are shown as N."""
     groups: dict[str, list[str]] = {}
     for candidate in candidates:
-        short = DETAILS.sub("", _reason(candidate).partition(":")[0]).partition(" by ")[0]
+        found = _reason(candidate)
+        short = DETAILS.sub("", found.removeprefix(INVALID).partition(":")[0])
+        short = short if found.startswith(INVALID) else short.partition(" by ")[0]
         groups.setdefault(NUMBER.sub("N", short), []).append(short)
     by_frequency = sorted(groups.items(), key=lambda group: -len(group[1]))
     return {found[0] if len(set(found)) == 1 else general: len(found) for general, found in by_frequency}

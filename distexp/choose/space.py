@@ -12,6 +12,7 @@ from distexp.choose.candidate import (
     CHECKPOINTING,
     DEFAULT_VALUES,
     GROUP_OF_KEY,
+    INVALID,
     KERNELS,
     MICRO_BATCH,
     OFFLOAD,
@@ -25,12 +26,13 @@ from distexp.compose.composition import Cell, MakeCell, compose_all
 from distexp.config import Config, ConfigError, KernelsConfig, model_checks
 from distexp.config.keys import config_groups
 from distexp.config.overrides import MAX_CELLS, key_of, quote_choice, sets_key
-from distexp.config.sections import ChooseConfig
+from distexp.config.sections import ChooseConfig, ParallelConfig
 from distexp.measure.run_energy import POWERCAP, can_read_energy
 from distexp.plan.plan_table import replace_overrides
 from distexp.resolve import resources, scaling_rules
 from distexp.runs.texts import join_errors
 from distexp.strategies.base import recorded_strategy, shipped_strategies
+from distexp.strategies.parallel.checks import DEGREES, SCHEDULE, SHARED_ROWS
 from distexp.strategies.single import REFERENCE
 from distexp.strategies.traits import Traits
 from distexp.tables.columns import show_progress
@@ -53,7 +55,8 @@ def make_space(make: MakeCell, command: Sequence[str], gpus: Sequence[int], axes
     typed = {key_of(text) for text in command}
     sizes, kinds = cluster_sizes(base, gpus), _kinds(make, command, axes)
     samples, counts = base.train.global_batch_size, sorted({size.workers for size in sizes})
-    if all(samples % workers for workers in counts):
+    varied = [f"{key}={value}" for key in SHARED_ROWS for value in axes.further.get(key, ())]
+    if all(samples % _groups(base, workers, [text]) for workers in counts for text in ("", *varied)):
         raise ConfigError(
             f"train.global_batch_size={samples} is no multiple of {' or '.join(map(str, counts))} workers: use "
             f"{scaling_rules.multiples_near(samples, counts[0])}, or other numbers of workers (choose.gpus)"
@@ -70,7 +73,7 @@ def make_space(make: MakeCell, command: Sequence[str], gpus: Sequence[int], axes
         for candidate, cell in zip(candidates, compose_all(make, overrides), strict=True):
             candidate.config = cell.config
             if cell.config is None:
-                candidate.prune("invalid: " + join_errors(cell.errors))
+                candidate.prune(INVALID + join_errors(cell.errors))
             errors.append([] if cell.config is not None else cell.errors)
             advance()
     if shared := [error for error in errors[0] if all(error in found for found in errors)]:
@@ -128,6 +131,7 @@ def _combinations(
     cluster = (*nodes, f"cluster.workers_per_node={size.workers_per_node}")
     # Defaults are left out of the overrides, unless the command sets another value.
     defaults = {f"{key}={DEFAULT_VALUES[key][0]}" for key in (OFFLOAD, CHECKPOINTING, KERNELS) if key not in typed}
+    defaults |= {f"{key}=1" for key in DEGREES if key not in typed}
     owners = {kind.section: name for name, kind in shipped_strategies().items() if kind.section}
     for strategy, offload in strategy_choices(size, axes, kinds):
         chosen = strategy_in([strategy])
@@ -137,23 +141,43 @@ def _combinations(
             # The keys of a strategy's section are for that one only.
             if not strategy or owners.get(key.partition(".")[0], chosen) == chosen
         ]
+        families = []
         for others in product(axes.overrides_of(CHECKPOINTING), axes.overrides_of(KERNELS), *further):
             overrides = (strategy, offload, *others, *cluster)
             family = tuple(text for text in overrides if text and text not in defaults)
-            for micro_batch in _micro_batches(base, size, axes):
+            if _shared(base, family).pipeline == 1:  # Without a pipeline, the micro-batches have one order only.
+                family = tuple(text for text in family if not text.startswith(f"{SCHEDULE}="))
+            families.append(family)
+        for family in dict.fromkeys(families):
+            for micro_batch in _micro_batches(base, _groups(base, size.workers, family), axes):
                 yield Candidate((*family, f"{MICRO_BATCH}={micro_batch}"), family, micro_batch, size.workers)
 
 
-def _micro_batches(base: Config, size: ClusterSize, axes: Axes) -> list[int]:
-    """Return the micro-batches of a number of workers: divisors of the samples of each worker and step."""
+def _shared(base: Config, overrides: Sequence[str]) -> ParallelConfig:
+    """Return the degrees of a candidate. One that is no number keeps that of the command, and is an error later."""
+    typed = dict(text.split("=", 1) for text in overrides if text.startswith("parallel."))
+    shared = replace(base.parallel)
+    for key, value in typed.items():
+        if value.isdecimal() and int(value):
+            setattr(shared, key.partition(".")[2], int(value))
+    return shared
+
+
+def _groups(base: Config, workers: int, overrides: Sequence[str]) -> int:
+    """Return how many groups of workers have their own rows, by the degrees of a candidate."""
+    return max(1, workers // _shared(base, overrides).copies)
+
+
+def _micro_batches(base: Config, groups: int, axes: Axes) -> list[int]:
+    """Return the micro-batches of a number of groups with their own rows: divisors of the samples of each and step."""
     if axes.micro_batches == ():
         return [base.train.micro_batch]
     if axes.micro_batches is not None:
         return sorted(set(axes.micro_batches))
     total = base.train.global_batch_size or 0
-    if total % size.workers:
+    if total % groups:
         return [1]  # invalid, with the reason
-    return model_checks.divisors(total // size.workers)
+    return model_checks.divisors(total // groups)
 
 
 def _prune_duplicates(candidates: Sequence[Candidate]) -> None:
@@ -167,7 +191,7 @@ def _prune_duplicates(candidates: Sequence[Candidate]) -> None:
             candidate.prune(f"the same as {' '.join(first.overrides)}")
 
 
-SHARDED_KEYS = (*(f"{key}=" for key in (*STRATEGY_OF, *GROUP_OF_KEY)), "offload.")
+SHARDED_KEYS = (*(f"{key}=" for key in (*STRATEGY_OF, *GROUP_OF_KEY)), "offload.", "parallel.")
 """Overrides of a command that contradict the reference."""
 
 

@@ -20,6 +20,7 @@ from distexp.launch import outcome
 from distexp.launch.launcher import TrialRunner
 from distexp.launch.run_dirs import AssignedRun, claim_run_dir, make_run_info, run_dir_for
 from distexp.runs import attempts, texts
+from distexp.runs.memory_trace import cpu_process_mib
 from distexp.runs.record import RunRecord
 from distexp.runs.run_dir import CHOICE, OPERATORS, RECORD, SPEC
 from distexp.system.files import read_entries, read_json, write_json
@@ -258,6 +259,7 @@ def trial_of(record: RunRecord | None, run_dir: Path, steps: int, config: Config
         price_per_sample=cluster.world_size * (price or 0.0) / 3600 / (speed or 1.0) if has_price else None,
         gpu_seconds=cost,
         dropout=None if record.built is None else record.built.dropout,
+        process_mib=cpu_process_mib(record),
     )
 
 

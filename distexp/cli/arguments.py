@@ -2,21 +2,32 @@
 
 import os
 import shlex
-import sys
 from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import NoReturn
 
 from hydra._internal.utils import get_args_parser
 from hydra.core.override_parser.types import Override
 from omegaconf import OmegaConf
 
-from distexp.cli.command_warnings import ignored_keys
-from distexp.cli.errors import ALIASES, OPTION_ALIASES, suggest
+from distexp.cli.command_warnings import config_dir_warning, ignored_keys
+from distexp.cli.errors import suggest, suggest_key
+from distexp.cli.foreign_names import ALIASES, FOREIGN, OPTION_ALIASES, translate
 from distexp.cli.main import COMMANDS
 from distexp.config import Command, ConfigError
-from distexp.config.keys import conf_dir, config_groups, known_keys, options_of, takes_list
+from distexp.config.keys import (
+    MAX_NAME,
+    RESERVED_KEYS,
+    conf_dir,
+    config_groups,
+    known_keys,
+    options_of,
+    strategy_groups,
+    takes_list,
+)
 from distexp.config.overrides import (
+    OPEN_SECTIONS,
     add_plus_prefix,
     home_message,
     is_override,
@@ -25,6 +36,7 @@ from distexp.config.overrides import (
     quote_choice,
     values_of,
 )
+from distexp.exceptions import print_error
 
 HYDRA_FLAGS = ("--cfg", "-c", "--info", "-i", "--shell-completion", "-sc", "--hydra-help")
 """Flags of Hydra that run nothing."""
@@ -33,19 +45,6 @@ VARIED_BY_CHOOSE = frozenset(
     ("strategy", "sharding", "zero_stage", "offload", "kernels", "train.micro_batch_size", "train.compile")
 )
 """Keys that ``choose.space`` may vary, and that users type with several values."""
-
-RESERVED_KEYS = {
-    **dict.fromkeys(
-        ("hydra/launcher", "hydra.launcher", "cluster.launcher", "cluster._target_"),
-        "choose the launcher with cluster=",
-    ),
-    "command": "type the name of the command first, as in distexp plan",
-    "hydra/sweeper": "add cells with sweep.cells",
-    **dict.fromkeys(("hydra.mode", "hydra.output_subdir"), "leave it out"),
-    **dict.fromkeys(("kernels.compile", "kernels.compile_note"), "set train.compile"),
-    "sweep.shared_start": "leave it out, because local runs always share the import of the libraries",
-}
-"""Keys that distexp sets itself, with hints."""
 
 OUTPUT_DIRS = ("hydra.run.dir", "hydra.sweep.dir")
 
@@ -60,6 +59,8 @@ def normalize_arguments(
     """
     check_arguments(arguments, may_name_command=command == Command.TRAIN)
     given, options = split_options(arguments)
+    if unread := config_dir_warning(get_args_parser().parse_known_intermixed_args(list(arguments))[0].config_dir):
+        print_error(f"warning: {unread}")
     groups = config_groups()
     overrides = [quote_choice(add_plus_prefix(text), groups) for text in (*added, *given)]
     if {"--shell-completion", "-sc"} & set(options) and not any(map(_asks_for_completion, given)):
@@ -79,7 +80,7 @@ def normalize_arguments(
     from distexp.cli.command_warnings import strategy_sweep_warning  # --cfg and --info need none of its imports
 
     if warning := strategy_sweep_warning(parsed):
-        print(f"distexp: warning: {warning}", file=sys.stderr)
+        print_error(f"warning: {warning}")
     rest = [option for option in options if option not in ("-m", "--multirun", "-r", "--run")]
     return ["--multirun", *(text for override in overrides for text in _use_sweep_dir(override)), *rest]
 
@@ -117,10 +118,26 @@ def check_sweep(overrides: Sequence[Override], command: Command, *, multirun: bo
     errors += [
         f"{override.input_line} is not an option: leave it out"
         for key, override in by_key.items()
-        if (key == "hydra" or key.startswith("hydra/")) and override.value() is None
+        if (key == "hydra" and not isinstance(override.value(), dict))
+        or (key.startswith("hydra/") and override.value() is None)
     ]
+    errors += filter(None, map(_deletion_error, overrides))
     if errors:
         raise ConfigError(errors)
+
+
+def _deletion_error(override: Override) -> str | None:
+    """Return an error if an override deletes what every run has, or an unknown key."""
+    typed, key = str(override.input_line), str(override.key_or_group)
+    is_optional = key in ("experiment", *strategy_groups())  # What a preset chooses can be deleted.
+    if not override.is_delete() or is_optional or key.startswith((*OPEN_SECTIONS, "hydra")):
+        return None
+    if key in config_groups():
+        return f"{typed} cannot delete an option that every run has: write {key}=OPTION, or leave it out"
+    if key in known_keys():
+        hint = f"write {key}=VALUE, or leave it out" if "." in key else "leave it out"
+        return f"{typed} cannot delete a key that every run has: {hint}"
+    return f"{typed}: {key} is not a key{suggest_key(key, known_keys()) or ': leave it out'}"
 
 
 def _sweep_hint(swept: Sequence[str], by_key: Mapping[str, Override], command: Command) -> str:
@@ -256,10 +273,25 @@ def short_key_errors(overrides: Sequence[str]) -> Iterator[str]:
         if name in ("multirun", "m") and equals:
             yield f"{name} is not a key: write --multirun to start a sweep, or leave it out"
             continue
+        above = accumulate(name.split(".")[:-1], "{}.{}".format)
+        if parent := next(filter(takes_list, above), None):
+            yield f"{name} is not a key, because {parent} is a list: write {parent}=[...] with all of its values"
+            continue
+        if len(name.encode()) > MAX_NAME:  # Hydra looks for a file of this name.
+            yield f"{name} is not a key: --cfg job prints all keys"
+            continue
         section, dot, rest = name.partition(".")
+        # A section of distexp gets no value, except a mapping.
+        is_section = name in FOREIGN and name in keys and value[:1] not in ("", "{", "$")
+        is_foreign = is_section or section == "parallel" or section not in keys
+        known = name if dot and not is_foreign and name not in keys else name.rpartition(".")[2] if is_foreign else ""
+        if equals and (hint := translate(known, value)):
+            yield f"{name} is {'a section' if is_section else 'not a key'}{hint}"
+            continue
         # The section may not exist, as in ``slurm.partition``.
         has_section = not dot or section in keys or section.startswith(("hydra", "+", "~"))
-        wanted = name if has_section else rest.rpartition(".")[2]
+        is_renamed = section == "parallel" and rest in ALIASES
+        wanted = name if has_section and not is_renamed else rest.rpartition(".")[2]
         found = _keys_named(wanted) if equals and name not in keys else []
         if len(found) == 1:
             yield f"{name} is not a key: write {found[0]}={value}"
@@ -305,8 +337,11 @@ def _explain_option(argument: str, arguments: Sequence[str]) -> str:
     option, equals, value = argument.partition("=")
     following = [*arguments[arguments.index(argument) + 1 :], ""][0]
     if not equals:
-        value = following if following and not following.startswith("-") and "=" not in following else "VALUE"
-    keys = " or ".join(f"{key}={value}" for key in _keys_named(option.lstrip("-").replace("-", "_")))
+        value = following if not following.startswith("-") and "=" not in following else ""
+    name = option.lstrip("-").replace("-", "_")
+    if hint := translate(name, value):
+        return f"{option} is not an option{hint}"
+    keys = " or ".join(f"{key}={value or 'VALUE'}" for key in _keys_named(name))
     hint = f": write {keys}" if keys else suggest(option, RUN_OPTIONS) or ": see distexp --help"
     return f"{option} is not an option{hint}"
 

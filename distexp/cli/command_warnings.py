@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 from typing import NamedTuple
 
 from hydra.core.override_parser.types import Glob, Override
@@ -160,3 +161,17 @@ def _shorter(options: Mapping[str, str], strategies: Sequence[str]) -> str:
     implied, default = options.values(), "defaults" if len(options) > 1 else "default"
     listed = ",".join([*(strategy for strategy in strategies if strategy not in implied), *implied])
     return f"strategy={listed} without {' and '.join(options)} (the {default}), or "
+
+
+def config_dir_warning(folder: str | None) -> str:
+    """Return the warning about the primary configuration in the folder of ``--config-dir``; empty if it has none.
+
+    Hydra reads that of distexp only, which is first in its search path.
+    """
+    if folder is None or not (file := Path(folder, "config.yaml")).is_file():
+        return ""
+    moved = Path(folder, "experiment", "my.yaml")
+    return (
+        f"{file} is not read, because the primary configuration is that of distexp: move its settings into {moved}, "
+        "with '# @package _global_' as the first line, and add experiment=my"
+    )

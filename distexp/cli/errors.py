@@ -11,8 +11,17 @@ from hydra.errors import MissingConfigException, OverrideParseException
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException, ValidationError
 from yaml import MarkedYAMLError, YAMLError
 
+from distexp.cli.foreign_names import ALIASES, OPTION_NAMES
 from distexp.config import ConfigError
-from distexp.config.keys import config_groups, describe_values, is_key, known_keys, options_of, strategy_groups
+from distexp.config.keys import (
+    RESERVED_KEYS,
+    config_groups,
+    describe_values,
+    is_key,
+    known_keys,
+    options_of,
+    strategy_groups,
+)
 from distexp.config.overrides import copyable_override, home_message, parse, shell_quote, without_plus_prefix
 from distexp.data.sources.image_folder import ENDINGS
 from distexp.data.sources.rows import first_columns, is_local, walk_files
@@ -37,6 +46,12 @@ UNQUOTED_OVERRIDE = re.compile(
 )
 """An override without quotes inside a list of overrides, which need them."""
 
+MERGED = "Error merging override "
+"""Start of Hydra's message about an override that does not fit."""
+
+NO_SECTION = "list is not a subclass"
+"""Part of OmegaConf's message about a YAML file with a list in place of keys."""
+
 IN_FILE = re.compile(r"In '([^']+)': ")
 """Start of Hydra's message about a value in a YAML file."""
 
@@ -47,9 +62,12 @@ def explain(error: Exception) -> list[str]:
         return error.errors
     if isinstance(error, MissingConfigException):
         group, slash, option = (error.missing_cfg_file or "").partition("/")
+        if group == "hydra":  # Its groups have a slash themselves.
+            group, slash, option = str(error.missing_cfg_file).rpartition("/")
         if slash:
             return [explain_option(group, option, sorted({*options_of(group), *(error.options or [])}))]
-        return [f"{first_line(error).partition('. ')[0]}: leave --config-name out"]
+        hint = "leave --config-name and --config-path out. A folder with your own options goes to --config-dir"
+        return [f"{first_line(error).partition('. ')[0]}: {hint}"]
     if isinstance(error, YAMLError):
         mark = error.problem_mark if isinstance(error, MarkedYAMLError) else None
         unknown = f"a configuration file is not valid YAML: {first_line(error)}"
@@ -83,12 +101,12 @@ def explain_os_error(error: OSError, *, resumes: bool) -> str:
 def _explain_value(error: Exception) -> str:
     text = first_line(error)
     cause = error if isinstance(error, OmegaConfBaseException) else error.__cause__ or error.__context__
-    if text.startswith("Additional config directory"):  # A folder that does not exist.
-        return f"{text}: give an existing folder to --config-dir"
-    if not isinstance(cause, OmegaConfBaseException):
-        return text
-    key = str(cause.full_key or "").partition("[")[0]
     file = IN_FILE.match(text)
+    is_list = isinstance(cause, OmegaConfBaseException) and file is not None and NO_SECTION in first_line(cause)
+    if is_list or not isinstance(cause, OmegaConfBaseException):
+        wrong = f"{file[1]}.yaml is a list, and not a section: write lines of the form KEY: VALUE" if file else ""
+        return wrong if is_list else _explain_composition(text)
+    key = str(cause.full_key or "").partition("[")[0]
     origin = f"{file[1]}.yaml: " if file else ""
     if isinstance(cause, (ConfigAttributeError, ConfigKeyError)) and key in config_groups():
         # A file of the group that does not set its package sets its section.
@@ -96,15 +114,39 @@ def _explain_value(error: Exception) -> str:
         section = "is a group and not a section: write '# @package _global_' into the first line of the file"
         return f"{origin}{key} {section if is_section else f'has no keys: write {key}=OPTION'}"
     if isinstance(cause, (ConfigAttributeError, ConfigKeyError)) and key:
-        hint = suggest_key(key, known_keys()) or ": --cfg job prints all keys"
+        hint = suggest_key(key, known_keys()) if not key.startswith("hydra.") else ": --info all prints those of Hydra"
+        hint = hint or ": --cfg job prints all keys"
         return f"{origin}{key} is not a key{hint}"
     accepted = describe_values(key) if isinstance(cause, ValidationError) else None
+    if accepted is None and text.startswith(MERGED):
+        return _explain_merging(text.removeprefix(MERGED).lstrip("+"), first_line(cause))
     if accepted is not None:
-        given = text.removeprefix("Error merging override ").lstrip("+")
+        given = text.removeprefix(MERGED).lstrip("+")
         if file or not str(error):
             given = f"{origin}{key}={cause.value}"
         return f"{given} must be {accepted}{explain_duration(key, str(cause.value))}"
     return text if cause is error else f"{text.rstrip('.:')}: {first_line(cause)}"
+
+
+def _explain_composition(text: str) -> str:
+    """Return the error for a message of Hydra that is not about a value."""
+    if text.startswith("Additional config directory"):  # A folder that does not exist.
+        return f"{text}: give an existing folder to --config-dir"
+    if unmatched := re.match(r"Could not override '(.+)'\. No match in the defaults list", text):
+        return f"{unmatched[1]} is not a config group: leave it out"
+    return text
+
+
+def _explain_merging(override: str, reason: str) -> str:
+    """Return the error for an override of another type than its section, an open section, or a key of Hydra."""
+    key = override.partition("=")[0]
+    if "key type" in reason or reason.startswith("Key "):
+        return f"{override} has a key that is not a text: write {key}={{NAME:VALUE}}"
+    if accepted := describe_values(key):
+        return f"{override} must be {accepted}"
+    if key.startswith("cluster.environment."):
+        return f"{override} must be a text: give the variable one value"
+    return f"{override} is not accepted ({reason.rstrip('.')}): write another value, or leave it out"
 
 
 def _explain_syntax(override: str, reason: str) -> str:
@@ -151,16 +193,6 @@ def _quote_override(text: str) -> str:
     if comma and is_key(last):
         return f"{_quote_override(override)},{last}"
     return f'"{text}"'
-
-
-OPTION_NAMES = {
-    "precision": {"float16": "fp16", "half": "fp16", "bfloat16": "bf16", "float32": "fp32", "full": "fp32"},
-    "offload": {
-        **dict.fromkeys(("yes", "on", "1", "cpu"), "true"),
-        **dict.fromkeys(("no", "off", "0", "none"), "false"),
-    },
-}
-"""Names of options in other programs, with the options of distexp."""
 
 
 def explain_option(group: str, option: str, options: list[str]) -> str:
@@ -272,23 +304,6 @@ def _seconds(text: str) -> float | None:
     return sum(float(number) * SECONDS[unit[0]] for number, unit in parts)
 
 
-ALIASES = {
-    "lr": "train.learning_rate",
-    **dict.fromkeys(("epochs", "epoch"), "train.num_epochs"),
-    "batch_size": "train.micro_batch_size",
-    "steps": "train.max_steps",
-    **dict.fromkeys(("gpus", "num_gpus", "workers", "nproc_per_node"), "cluster.workers_per_node"),
-    "nnodes": "cluster.nodes",
-    **dict.fromkeys(("sequence_length", "seq_len", "max_seq_length"), "dataset.max_length"),
-    **dict.fromkeys(("timeout", "time", "walltime"), "cluster.timeout_min"),
-    "mem": "cluster.memory_gb",
-}
-"""Names of keys in other programs, with the keys of distexp."""
-
-OPTION_ALIASES = {f"zero{separator}{stage}": f"zero_stage={stage}" for separator in ("", "-") for stage in range(4)}
-"""Usual names of options, with the overrides that choose them."""
-
-
 def suggest(wrong: str, known: Iterable[str]) -> str:
     """Return ``. Did you mean a or b?``, or an empty text if no known name is similar."""
     return _question(difflib.get_close_matches(wrong, list(known), n=3, cutoff=0.6))
@@ -300,8 +315,9 @@ def suggest_key(wrong: str, known: Iterable[str]) -> str:
     if name in ALIASES:
         return _question([ALIASES[name]])
     by_name: dict[str, list[str]] = {}
-    for key in sorted(key for key in known if "/" not in key):
-        by_name.setdefault(key.rpartition(".")[2], []).append(key)
+    for key in sorted({*known} - RESERVED_KEYS.keys()):
+        if "/" not in key:
+            by_name.setdefault(key.rpartition(".")[2], []).append(key)
     containing = [other for other in by_name if name in (other, *other.split("_"))]
     near = containing or difflib.get_close_matches(name, by_name, n=3, cutoff=0.6)
     keys = [key for other in near for key in by_name[other]]

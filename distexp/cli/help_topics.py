@@ -11,7 +11,7 @@ from typing import Any
 import omegaconf
 
 from distexp.cli.command_warnings import reader_of
-from distexp.cli.errors import ALIASES
+from distexp.cli.foreign_names import ALIASES
 from distexp.cli.main import COMMANDS
 from distexp.config.fields import FieldInfo, info_of
 from distexp.config.keys import conf_dir, options_of, schema_fields, sections, top_level_fields
@@ -35,7 +35,7 @@ GROUPS = {
     "tracker": "experiment tracker",
     "plan": "prediction of memory before a run",
     "scaling": "how the work changes with the number of workers",
-    "experiment": "presets: the 28 exercises of the workshop (docs/workshop.md), each with its sweep and its table",
+    "experiment": "presets: the exercises of the workshop (docs/workshop.md), each with its sweep and its table",
     "scale": "limits that shrink a run",
 }
 """Config groups and their meaning."""

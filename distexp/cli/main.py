@@ -1,6 +1,9 @@
 """Entry point of ``distexp``: a sub-command, the help, the version, or a run."""
 
+import errno
 import importlib
+import os
+import stat
 import sys
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -32,8 +35,41 @@ def _run(name: str, arguments: Sequence[str]) -> int:
     if name == "run" and "--version" in arguments:
         print(f"distexp {__version__}")
         return 0
+    os.getcwd()  # It raises an error that is explained if the folder was deleted.
+    for argument in arguments:
+        check_path(argument)
     with announced("preparing" if name == "run" else f"distexp {name}"):
         return run_command(name, arguments)
+
+
+UNREADABLE = {
+    errno.ENAMETOOLONG: "it is longer than the file system allows",
+    errno.ELOOP: "it is a loop of links",
+    errno.EACCES: "you have no permission to read it",
+}
+"""What is wrong with a path that cannot even be looked up, by the number of the error."""
+
+
+def check_path(argument: str) -> None:
+    """Raise ConfigError if an argument of the command line is a path that cannot be read. It may not exist."""
+    option, equals, value = argument.partition("=")
+    if equals and not option.startswith("--"):
+        return  # The configuration checks the paths of overrides.
+    path = value or argument
+    try:
+        is_folder = stat.S_ISDIR(os.stat(path).st_mode)
+        number = 0 if os.access(path, os.R_OK | (os.X_OK if is_folder else 0)) else errno.EACCES
+    except ValueError:
+        raise ConfigError(f"{path!r} contains a NUL byte, which no path can: give another path") from None
+    except OSError as error:
+        number = error.errno or 0
+    if number in UNREADABLE:
+        shown = path if len(path) <= MAX_SHOWN else f"{path[:MAX_SHOWN]}..."
+        raise ConfigError(f"{shown} cannot be read, because {UNREADABLE[number]}: give another path")
+
+
+MAX_SHOWN = 60
+"""Characters of a path that are shown if it is too long."""
 
 
 class Command(NamedTuple):

@@ -24,7 +24,7 @@ from distexp.cli.errors import explain, explain_os_error
 from distexp.config import Command, ConfigError, register_schema
 from distexp.config.keys import check_values, conf_dir
 from distexp.config.overrides import is_override, key_of, parse, sets_key
-from distexp.exceptions import TRACE_VARIABLE
+from distexp.exceptions import TRACE_VARIABLE, print_error
 from distexp.guard.command_line import check_arguments_for_secrets
 from distexp.guard.config_files import use_checked_loader
 from distexp.resolve.section_checks import check_files
@@ -50,18 +50,18 @@ def main(arguments: Sequence[str], command: Command = Command.TRAIN, added: Sequ
         if wants_trace:
             raise
         for message in _all_errors(arguments, command, added, error):
-            print(f"distexp: {message}", file=sys.stderr)
+            print_error(message)
         return 2
     except RecursionError:
         if wants_trace:
             raise
-        print("distexp: the configuration is nested too deeply, or refers to itself: write it flatter", file=sys.stderr)
+        print_error("the configuration is nested too deeply, or refers to itself: write it flatter")
         return 2
     except OSError as error:
         if wants_trace or isinstance(error, BrokenPipeError):
             raise
         message = explain_os_error(error, resumes=sets_key(arguments, "sweep.resume"))
-        print(f"distexp: the sweep stops: {message}", file=sys.stderr)
+        print_error(f"the sweep stops: {message}")
         return 1
     finally:
         if not wants_trace:
@@ -135,10 +135,10 @@ def _run_hydra(arguments: Sequence[str], command: Command, added: Sequence[str])
     except exceptions.SweepFailedError:
         return 1
     except exceptions.InterruptedRunError as interruption:
-        print(f"distexp: {interruption}", file=sys.stderr)
+        print_error(interruption)
         return 128 + interruption.number
     except (exceptions.SweepInterrupted, KeyboardInterrupt) as interruption:
-        print(f"distexp: {str(interruption) or 'interrupted'}", file=sys.stderr)
+        print_error(f"{str(interruption) or 'interrupted'}")
         return 128 + signal.SIGINT
     except exceptions.MonitoringInterrupted:
         return 128 + signal.SIGINT

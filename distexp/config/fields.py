@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Iterator, Mapping
 from dataclasses import Field, dataclass, field
+from difflib import get_close_matches
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -22,6 +23,7 @@ class FieldInfo:
     above: float | None = None
     below: float | None = None
     length: int | None = None  # number of items of a list
+    may_be_empty: bool = True  # whether a list may have no items
     example: str = ""
     slurm_only: bool = False
     path: str = ""  # "file", "folder", "checkpoint", or "hub" for a hub id or a folder
@@ -49,17 +51,24 @@ class FieldInfo:
     def find_error(self, value: Any) -> str | None:
         """Return why a value is not accepted, to be printed after ``KEY=VALUE``; None if it is."""
         if isinstance(value, list):
-            if self.length in (None, len(value)) and all(map(self._accepts, value)):
-                return None
-            count = f"{self.length} numbers" if self.length is not None else "numbers"
-            return f"must be {count}, each {self.limits}" + (f", as in {self.example}" if self.example else "")
+            return self._list_error(value)
         if self._accepts(value):
             return None
         if self.choices and not self._has_range:
-            return f"is not one of {self.limits}"
+            near = get_close_matches(_squeezed(value), map(_squeezed, self.choices), n=1, cutoff=0.8)
+            meant = [f". Did you mean {choice}?" for choice in self.choices if _squeezed(choice) in near]
+            return f"is not one of {self.limits}{''.join(meant[:1])}"
         if isinstance(value, str):
             return f"must be a number ({self._range}) or {' or '.join(map(str, self.choices))}"
         return f"must be {self.limits}" + (f", or null ({self.null})" if self.null else "")
+
+    def _list_error(self, value: list[Any]) -> str | None:
+        if not value and not self.may_be_empty:
+            return f"is empty: name at least one, as in {self.example}, or type null ({self.null})"
+        if self.length in (None, len(value)) and all(map(self._accepts, value)):
+            return None
+        count = f"{self.length} numbers" if self.length is not None else "numbers"
+        return f"must be {count}, each {self.limits}" + (f", as in {self.example}" if self.example else "")
 
     @property
     def _has_range(self) -> bool:
@@ -73,6 +82,11 @@ class FieldInfo:
             and (self.above is None or value > self.above)
             and (self.below is None or value < self.below)
         )
+
+
+def _squeezed(value: Any) -> str:
+    """Return a value in lower case without punctuation, in which names of other programs differ: ``AdamW_8bit``."""
+    return "".join(filter(str.isalnum, str(value).lower()))
 
 
 def key(default: T, help: str = "", **details: Any) -> T:  # noqa: A002

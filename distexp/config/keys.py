@@ -4,19 +4,27 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import Field, fields, is_dataclass
+from difflib import get_close_matches
 from functools import lru_cache
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
-from omegaconf import BooleanNode, ValidationError
+from omegaconf import BooleanNode, DictConfig, ListConfig, MissingMandatoryValue, Node, OmegaConf, ValidationError
+from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException, UnsupportedInterpolationType
 
 from distexp.config import Config, ConfigError
 from distexp.config.fields import FieldInfo, info_of
+from distexp.exceptions import first_line
 from distexp.system.files import PACKAGE
+from distexp.system.typed_values import matches
 
 TYPE_NAMES = {int: "an integer", float: "a number", bool: "true or false", str: "a string"}
-LIST_TYPES = {int: "a list of integers, as in [1,2]", float: "a list of numbers, as in [0.9,0.99]"}
+LIST_TYPES = {
+    int: "a list of integers, as in [1,2]",
+    float: "a list of numbers, as in [0.9,0.99]",
+    str: "a list of texts, as in [a,b]",
+}
 
 
 def sections() -> dict[str, type[Any]]:
@@ -37,15 +45,15 @@ def top_level_fields() -> Iterator[tuple[str, Field[Any]]]:
 
 
 def get_value(config: Config, key: str) -> Any:
-    """Return the value of a dotted key, such as ``train.seed``."""
+    """Return the value of a key, such as ``train.seed`` or ``repeats``."""
     section, _, name = key.rpartition(".")
-    return getattr(getattr(config, section), name)
+    return getattr(getattr(config, section) if section else config, name)
 
 
 def set_value(config: Config, key: str, value: Any) -> None:
-    """Set the value of a dotted key, such as ``train.seed``."""
+    """Set the value of a key, such as ``train.seed`` or ``repeats``."""
     section, _, name = key.rpartition(".")
-    setattr(getattr(config, section), name, value)
+    setattr(getattr(config, section) if section else config, name, value)
 
 
 def speed_references() -> dict[str, Any]:
@@ -73,6 +81,20 @@ def strategy_groups() -> Mapping[str, str]:
 def key_of_group(group: str) -> str | None:
     """Return the key that a config group sets, and that takes precedence over it if it is typed; None for others."""
     return {**strategy_groups(), "offload": "offload.enabled"}.get(group)
+
+
+RESERVED_KEYS = {
+    **dict.fromkeys(
+        ("hydra/launcher", "hydra.launcher", "cluster.launcher", "cluster._target_"),
+        "choose the launcher with cluster=",
+    ),
+    "command": "type the name of the command first, as in distexp plan",
+    "hydra/sweeper": "add cells with sweep.cells",
+    **dict.fromkeys(("hydra.mode", "hydra.output_subdir"), "leave it out"),
+    **dict.fromkeys(("kernels.compile", "kernels.compile_note"), "set train.compile"),
+    "sweep.shared_start": "leave it out, because local runs always share the import of the libraries",
+}
+"""Keys that distexp sets itself, with hints."""
 
 
 def known_keys() -> set[str]:
@@ -113,16 +135,97 @@ def _describe_type(hint: Any) -> str:
     if get_origin(hint) is list:
         return LIST_TYPES.get(get_args(hint)[0], "a list, as in [a,b]")
     if get_origin(hint) is dict:
-        return "a mapping, as in {key: value}"
+        return f"a mapping{' of texts' if str in get_args(hint)[1:] else ''}, as in {{key: value}}"
     return TYPE_NAMES.get(hint, "a value")
+
+
+def reference_errors(composed: DictConfig) -> list[str]:
+    """Return an error for each reference, such as ``${train.seed}``, that has no value. Required keys may be open."""
+    found = {key: error for key, node in _references(composed) if (error := _reference_error(key, node))}
+    # The directory contains the name of the runs, which may be the wrong key.
+    return [error for key, error in found.items() if not key.startswith("hydra.")] or list(found.values())
+
+
+def explain_missing(composed: DictConfig, error: Exception) -> str:
+    """Return which required keys have no value, or the one that another key refers to, and what to type."""
+    is_open = isinstance(error, MissingMandatoryValue)
+    missing = OmegaConf.missing_keys(composed) if is_open else {first_line(error).rpartition(": ")[2]}
+    example = " to a hub id or a folder, for example model.name=bigscience/bloom-560m"
+    return f"{', '.join(sorted(missing))} is required: set it{example if missing == {'model.name'} else ''}"
+
+
+def _reference_error(key: str, node: Node) -> str | None:
+    typed = f"{key}={shown(node._value())}"
+    if key in sections():
+        return f"{typed} must be {describe_values(key)}"
+    try:
+        node._dereference_node()
+    except InterpolationToMissingValueError:
+        return None
+    except OmegaConfBaseException as error:
+        return f"{typed} {_explain_reference(key, error)}"
+    return None
+
+
+def _references(config: Any, prefix: str = "") -> Iterator[tuple[str, Node]]:
+    """Yield each reference with its key. In the section ``hydra`` only the directories are checked."""
+    is_list = isinstance(config, ListConfig)
+    for name in range(len(config)) if is_list else config:
+        node, key = config._get_node(name), f"{prefix}[{name}]" if is_list else f"{prefix}.{name}".lstrip(".")
+        if node._is_interpolation():
+            if not key.startswith("hydra.") or key in ("hydra.sweep.dir", "hydra.sweep.subdir"):
+                yield key, node
+        elif isinstance(node, DictConfig | ListConfig) and not (node._is_none() or node._is_missing()):
+            yield from _references(node, key)
+
+
+def _explain_reference(key: str, error: OmegaConfBaseException) -> str:
+    """Return why a reference has no value, and what to type, to be printed after ``KEY=VALUE``."""
+    reason, name = first_line(error), key.partition("[")[0]
+    value = f"write {name}=[...] with values" if name != key else f"write {key}=VALUE"
+    if "is a secret" in reason:  # refused by ``distexp.guard``, with what to do
+        return f"is not accepted: {reason.partition('interpolation: ')[2] or reason}"
+    if missing := re.search("Interpolation key '(.+)' not found", reason):
+        near = get_close_matches(missing[1], sorted(known_keys()), n=1)
+        hint = f"write ${{{near[0]}}}, or a value" if near else value
+        return f"refers to {missing[1]}, which is not a key: {hint}"
+    if "Recursive" in reason:
+        return f"refers to itself: {value}"
+    if variable := re.search("Environment variable '(.+)' not found", reason):
+        return f"needs the environment variable {variable[1]}, which is not set: set it, or {value}"
+    if isinstance(error, UnsupportedInterpolationType):
+        return f"uses {reason.rpartition(' ')[2]}, which is no resolver: {value}, or ${{oc.env:VARIABLE}}"
+    accepted = describe_values(key)
+    return f"must be {accepted}" if accepted else f"cannot be resolved ({reason.rstrip('.')}): {value}"
 
 
 CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 """Control characters. A line break would end an option of sbatch, and start a shell line."""
 
 
+@lru_cache(maxsize=1)
+def _types() -> Mapping[str, Any]:
+    """Return the annotation of each key that is no section."""
+    owners = {"": Config, **sections()}
+    hints = ((f"{name}.".lstrip("."), get_type_hints(owner)) for name, owner in owners.items())
+    return {f"{prefix}{key}": hint for prefix, known in hints for key, hint in known.items() if not is_dataclass(hint)}
+
+
+def check_types(config: Config) -> None:
+    """Raise ConfigError if a value has another type than its key. OmegaConf accepts any item in a list of texts.
+
+    The configuration of the error has a text in place of each wrong value, as the record of an invalid run may have.
+    """
+    values = {key: (get_value(config, key), hint) for key, hint in _types().items()}
+    wrong = {key: shown(value) for key, (value, hint) in values.items() if not matches(value, hint)}
+    if wrong:
+        for key, text in wrong.items():
+            set_value(config, key, text)
+        raise ConfigError([f"{key}={text} must be {describe_values(key)}" for key, text in wrong.items()], config)
+
+
 def check_values(config: Config) -> Iterator[str]:
-    """Yield an error for each value that is wrong regardless of all other values."""
+    """Yield an error for each value that is wrong regardless of all other values. The types are right."""
     for section in sections():
         yield from value_errors(section, getattr(config, section))
     for option, value in config.cluster.sbatch.items():
@@ -134,6 +237,13 @@ def check_values(config: Config) -> Iterator[str]:
         yield f"name={config.name} must be the name of one folder, without a slash"
     if not config.name.isprintable():
         yield f"name={config.name!r} contains a control character: use letters and digits"
+    if len(config.name.encode()) > MAX_NAME:
+        yield f"name={shown(config.name)} {_too_long(config.name)}: use a shorter one"
+    for package in config.trusted_packages:
+        if not package.isidentifier():
+            top = package.partition(".")[0]
+            hint = f"write trusted_packages=[{top}]" if top.isidentifier() else "write the first part of a _target_"
+            yield f"trusted_packages contains {shown(package)!r}, which is not the name of a package: {hint}"
 
 
 def value_errors(name: str, section: Any) -> Iterator[str]:
@@ -145,8 +255,22 @@ def value_errors(name: str, section: Any) -> Iterator[str]:
             continue
         if value == "" and spec.default != "":  # An empty path would be the current folder.
             yield f"{name}.{spec.name}= is empty, as after an unset variable: give a value, or leave it out"
+        if isinstance(value, list) and "" in value:
+            yield f"{name}.{spec.name} contains an empty text, as after an unset variable: leave it out"
+        is_path = isinstance(value, str) and (info_of(spec).path or spec.name == "name")
+        if is_path and (long := [part for part in value.split("/") if len(part.encode()) > MAX_NAME]):
+            yield f"{name}.{spec.name}={shown(value)} {_too_long(long[0])}: use a shorter one"
+            continue
         if error := None if value is None else _error(info_of(spec), value):
-            yield f"{name}.{spec.name}={_shown(value)} {error}"
+            yield f"{name}.{spec.name}={shown(value)} {error}"
+
+
+MAX_NAME = 255
+"""Most bytes of a name in a file system. The kernel refuses to look for longer ones."""
+
+
+def _too_long(name: str) -> str:
+    return f"has a name of {len(name.encode()):,} bytes, more than {MAX_NAME}"
 
 
 LARGEST, LARGEST_TIME, MAX_DIGITS = 3e38, 1e6, 12
@@ -155,7 +279,8 @@ digits of an integer. Libraries overflow above them: a thread waits for at most 
 """
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
+    """Return a value as the text of a message, with the start of a long one."""
     # Python prints no integer of more than 4,300 digits, except in hexadecimal.
     is_long = isinstance(value, int) and value.bit_length() > 200
     text = f"{value:g}" if isinstance(value, float) else hex(value) if is_long else str(value)

@@ -5,13 +5,15 @@ The schema is the same for all options of a group. The YAML of an option lists i
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import lru_cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
 
 from distexp.config import Config, ConfigError, DatasetConfig, ModelConfig
-from distexp.config.keys import conf_dir, options_of, value_errors
+from distexp.config.keys import conf_dir, options_of, shown, value_errors
 from distexp.config.tasks import tasks_of_dataset
 from distexp.exceptions import first_line
 from distexp.system.files import load_json
@@ -95,6 +97,99 @@ def read_architecture(source: str) -> Mapping[str, Any]:
     except (OSError, ValueError):
         return {}
     return content if isinstance(content, dict) else {}
+
+
+LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers")
+WIDTHS = ("hidden_size", "d_model", "n_embd")
+INNER_WIDTHS = ("intermediate_size", "moe_intermediate_size", "ffn_dim", "d_ff", "n_inner")
+HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
+KEY_HEADS = "num_key_value_heads"
+EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+CHOSEN_EXPERTS = ("num_experts_per_tok", "moe_topk", "top_k_experts")
+POSITIONS = ("max_position_embeddings", "n_positions", "n_ctx")
+
+SIZE_LIMITS: Mapping[str, tuple[int, int]] = {
+    **dict.fromkeys(LAYERS, (1, 10_000)),
+    **dict.fromkeys((*HEADS, KEY_HEADS), (1, 100_000)),
+    **dict.fromkeys((*EXPERTS, *CHOSEN_EXPERTS), (0, 100_000)),
+    **dict.fromkeys((*WIDTHS, *INNER_WIDTHS), (1, 10_000_000)),
+    **dict.fromkeys(("vocab_size", *POSITIONS), (1, 1_000_000_000)),
+}
+"""Smallest and largest value of the usual sizes in a config.json, of any type of model. Null is a default."""
+
+
+TEXT = "text_config"
+"""Section of a config.json with the sizes of the language model, next to those of images or sounds."""
+
+
+def architecture_errors(model: ModelConfig) -> Iterator[str]:
+    """Yield an error for each size of a model of transformers that no model has, without importing transformers."""
+    found = architecture_of(model)
+    kind = found.get(MODEL_TYPE)
+    if isinstance(kind, str) and not is_known_type(kind):
+        yield (
+            f"{_place(model, MODEL_TYPE, kind)}, which the installed transformers does not support: use another model, "
+            "or pip install -U transformers"
+        )
+        return
+    yield from _size_errors(model, found)
+    if isinstance(text := found.get(TEXT), dict) and TEXT not in model.options:
+        yield from _size_errors(model, {f"{TEXT}.{key}": value for key, value in text.items()}, f"{TEXT}.")
+
+
+def _size_errors(model: ModelConfig, found: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """Yield an error for each size whose key starts with ``prefix``."""
+    for name, (least, most) in SIZE_LIMITS.items():
+        key, value = f"{prefix}{name}", found.get(f"{prefix}{name}")
+        if value is not None and not _is_size(value, name, least, most):
+            yield f"{_place(model, key, value)}, but it must be an integer from {least} to {most}: {_hint(model, key)}"
+    if not prefix:
+        yield from _divisor_errors(model, {key: size for key, size in found.items() if type(size) is int and size > 0})
+
+
+def _is_size(value: Any, key: str, least: int, most: int) -> bool:
+    """Return whether a value is a size within its limits. Some models have one for each layer or each part."""
+    several = list(value.values()) if isinstance(value, dict) else value
+    sizes = several if isinstance(several, list) and several and key not in WIDTHS else [value]
+    numbers = (int, float) if key in POSITIONS else (int,)  # Positions are often computed, as 1200.0.
+    return all(type(size) in numbers and least <= size <= most for size in sizes)
+
+
+def _divisor_errors(model: ModelConfig, sizes: Mapping[str, int]) -> Iterator[str]:
+    """Yield an error for keys of heads that do not divide them evenly, and for more chosen experts than there are.
+
+    That heads divide the width is no rule of all models: some round the width of a head.
+    """
+    heads, experts = (next((key for key in keys if key in sizes), "") for keys in (HEADS, EXPERTS))
+    if heads and sizes[heads] % sizes.get(KEY_HEADS, 1):
+        limit = f"a divisor of {heads}={sizes[heads]}"
+        yield f"{_place(model, KEY_HEADS, sizes[KEY_HEADS])}, but it must be {limit}: {_hint(model, KEY_HEADS)}"
+    for key in CHOSEN_EXPERTS:
+        if experts and sizes.get(key, 0) > sizes[experts]:
+            limit = f"at most {experts}={sizes[experts]}"
+            yield f"{_place(model, key, sizes[key])}, but it must be {limit}: {_hint(model, key)}"
+
+
+def _place(model: ModelConfig, key: str, value: Any) -> str:
+    """Return a value of the architecture, with its key, or with the file that contains the key."""
+    setting = f'{key}="{shown(value)}"' if isinstance(value, str) else f"{key}={shown(value)}"
+    is_option = key in model.options
+    return f"model.options.{setting}" if is_option else f"model.name={model.name} has {setting} in its config.json"
+
+
+def _hint(model: ModelConfig, key: str) -> str:
+    if key in model.options:
+        return "correct it"
+    return "correct the file" if "." in key else f"correct the file, or add model.options.{key}=VALUE"
+
+
+@lru_cache(maxsize=64)
+def is_known_type(kind: str) -> bool:
+    """Return whether the installed transformers has a type of models; true if that is not known."""
+    spec = find_spec("transformers")
+    folder = Path(spec.origin or "").parent / "models" / "auto" if spec else Path()
+    texts = [path.read_text(encoding="utf-8") for path in folder.glob("*auto*.py")] if spec else []
+    return not any('"llama"' in text for text in texts) or any(f'"{kind}"' in text for text in texts)
 
 
 def config_error(path: Path) -> str | None:
@@ -267,11 +362,13 @@ def searches_micro_batch(config: Config) -> bool:
 
 
 def depends_on_micro_batch(config: Config) -> bool:
-    """Return whether another micro-batch may be another training: a batch norm uses the statistics of a micro-batch.
+    """Return whether another micro-batch may be another training: a batch norm or a router loss uses its statistics.
 
     Most image models have batch norms. Whether a custom one has none is not known before it is built.
     """
-    return config.model.traits.is_image
+    model = config.model
+    has_architecture = not model.traits.is_image and (MODEL_TYPE in model.options or names_source(model))
+    return model.traits.is_image or bool(has_architecture and architecture_of(model).get("output_router_logits"))
 
 
 def samples_per_worker(config: Config) -> int:

@@ -120,7 +120,15 @@ class OffloadConfig:
 class PrecisionConfig:
     """Arithmetic of the forward and backward pass."""
 
-    name: str = key("fp32", "Data type of the computation.", choices=("fp32", "bf16", "fp16"))
+    name: str = key(
+        "fp32", "Data type of the computation. `float8`: bf16, and float8 for the linear layers of the blocks.",
+        choices=("fp32", "bf16", "fp16", "float8"),
+    )  # fmt: skip
+
+    @property
+    def outside_products(self) -> str:
+        """Return the data type of all but the products of linear layers in blocks: that of ``name``, or bf16."""
+        return "bf16" if self.name == "float8" else self.name
 
 
 @dataclass
@@ -166,8 +174,10 @@ class TrainConfig:
     momentum: float = key(0.9, "Momentum of SGD and Muon.", at_least=0)
     gradient_clipping: float | None = key(1.0, "Largest gradient norm.", above=0, null="no clipping")
     optimizer: str = key(
-        "adamw", "Optimizer. `muon`: for the matrices of the blocks, and AdamW for the other weights.",
-        choices=("adamw", "sgd", "muon"),
+        "adamw",
+        "Optimizer. `adamw8bit`: AdamW whose states have 8 bits. `muon`: for the matrices of the blocks, and AdamW for "
+        "the other weights.",
+        choices=("adamw", "adamw8bit", "sgd", "muon"),
     )  # fmt: skip
     schedule: str = key(
         "linear", "Learning rate schedule. `linear` decays to zero.", choices=("linear", "step", "constant")
@@ -199,8 +209,8 @@ class TrainConfig:
     activation_checkpointing: bool | str = key(
         False,
         "Recompute the activations of each block in the backward pass. `selective`: all but those of matrix products "
-        "and attention.",
-        choices=(False, True, "selective"),
+        "and attention. `offload`: all, and keep the inputs of the blocks in the memory of the CPU.",
+        choices=(False, True, "selective", "offload"),
     )
     compile: bool | str | None = key(
         None, "What `torch.compile` compiles. `true`: the blocks. `graphs`: the model, with CUDA graphs.",

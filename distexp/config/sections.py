@@ -130,16 +130,18 @@ class AdapterConfig:
     """Low-rank adapters (LoRA) that are trained in place of the weights of the model, by `peft`."""
 
     name: str = key("none", "`lora`: train adapters, and freeze the model.", choices=("none", "lora"))
-    rank: int = key(8, "Rows of matrix A, and columns of matrix B, of each adapter.", at_least=1)
-    alpha: int = key(16, "Factor of the adapters is `alpha / rank`.", at_least=1)
+    rank: int = key(8, "Rows of matrix A, and columns of matrix B, of each adapter.", at_least=1, below=100_000)
+    alpha: int = key(16, "Factor of the adapters is `alpha / rank`.", at_least=1, below=1_000_000)
     dropout: float = key(0.0, "Dropout probability of the inputs of the adapters.", at_least=0, below=1)
     targets: list[str] | None = key(
         None, "Ends of the names of the layers with adapters, as in `[q_proj,v_proj]`.",
-        null="peft's choice for the architecture, else all linear layers of the blocks",
+        null="peft's choice for the architecture, else all linear layers of the blocks", may_be_empty=False,
+        example="[q_proj,v_proj]",
     )  # fmt: skip
     modules_to_save: list[str] | None = key(
         None, "Ends of the names of modules that are trained and saved whole, as in `[classifier]`.",
-        null="the head of a model for classification, else none", id_if_changed=True,
+        null="the head of a model for classification, else none", id_if_changed=True, may_be_empty=False,
+        example="[classifier]",
     )  # fmt: skip
     base_dtype: str | None = key(
         None, "Data type in which the frozen weights are kept.", choices=("fp32", "bf16"),

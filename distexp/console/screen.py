@@ -29,6 +29,7 @@ from distexp.console.run_summary import (
     summary_lines,
 )
 from distexp.console.sweep_table import InvalidCells, RunLine, SweepProgress
+from distexp.exceptions import printable
 from distexp.report.data.overview import Overview
 from distexp.report.overview_table import ExerciseTables, build_overview_table
 from distexp.runs.attempts import ERROR_HEADING
@@ -36,7 +37,7 @@ from distexp.runs.events import read_rank_progress
 from distexp.runs.record import RunRecord, RunSpec
 from distexp.runs.run_dir import EVENTS, METRICS, OPERATORS, RANK_LOG, RECORD, TRIALS_LOG, memory_trace_path
 from distexp.runs.texts import failure_text
-from distexp.system.files import Tail, printable
+from distexp.system.files import Tail
 from distexp.tables.columns import live_display, shows_live_lines
 
 # Line that DeepSpeed prints in every run that loads an operator, also if nothing was built. It stays in the log.
@@ -65,11 +66,11 @@ class LiveRun:
         for line in self.log.read_lines():
             self.failed = self.failed or line == ERROR_HEADING
             if not self.failed and not OPERATOR_LOADED.fullmatch(line):
-                self._print(f"[dim]{escape(line)}[/dim]")
+                self._print(f"[dim]{escape(printable(line))}[/dim]")
         for entry in self.operators.read_entries() if self.operators else []:
             message = build_message(entry)
             if message is not None and ("step" not in entry or self.line is None):
-                (self.build_console or self.console).print(escape(message), highlight=False, soft_wrap=True)
+                (self.build_console or self.console).print(escape(printable(message)), highlight=False, soft_wrap=True)
             if self.line is not None:
                 self.line.add_build(entry)
         events = self.events.read_entries()

@@ -136,7 +136,8 @@ class ShardedLoader:
         """Yield the steps of an epoch, or a range of them.
 
         Samples of other steps are not read. Each step is a collective, so every rank must consume all steps. Raise
-        StopRequestedError if a rank requested a stop; raised on all ranks between the same steps.
+        StopRequestedError if a rank requested a stop; raised on all ranks between the same steps. Raise RuntimeError if
+        the data end before the last step.
         """
         started = time.perf_counter()
         wanted = range(self.steps_per_epoch) if steps is None else steps
@@ -160,6 +161,11 @@ class ShardedLoader:
                 workload = base.measure_workload(micro_batches)
                 yield StepData(placed, normalizer, next(num_samples), wait_s, workload)
                 micro_batches, started = [], time.perf_counter()
+        if missing := sum(1 for _ in num_samples):  # The loop takes a StopIteration of a data set as its end.
+            raise RuntimeError(
+                f"the data set ended {missing} of {len(wanted)} steps too early: its __getitem__ or its collate "
+                "function has raised StopIteration"
+            )
 
     def _count_samples(self, epoch: int, steps: range) -> list[int]:
         """Return the samples of each step over all ranks, without padding samples. A packed row has several."""

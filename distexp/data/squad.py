@@ -12,7 +12,15 @@ import numpy as np
 
 from distexp.config import ConfigError, DatasetConfig, ModelConfig
 from distexp.data.base import TaskData, check_size
-from distexp.data.squad_json import START, find_format_error, format_error, load_json, no_examples
+from distexp.data.squad_json import (
+    START,
+    find_format_error,
+    find_misplaced,
+    format_error,
+    load_json,
+    misplaced_answers,
+    no_examples,
+)
 from distexp.data.text import TokenSamples, sequence_length, text_data
 from distexp.data.tokenization import TokenIds, Tokenizer, load_tokenizer
 from distexp.exceptions import first_line
@@ -105,7 +113,7 @@ def _from_articles(content: Mapping[str, Any]) -> Iterator[Example]:
             for question in paragraph["qas"]:
                 answers = question["answers"]
                 texts, starts = [answer["text"] for answer in answers], [answer.get(START) for answer in answers]
-                misplaced = _find_misplaced(raw, texts, starts)
+                misplaced = find_misplaced(raw, texts, starts)
                 yield _make_example(question["id"], question["question"], context, texts, misplaced)
 
 
@@ -121,19 +129,6 @@ def _make_example(identity: str, question: str, context: str, answers: Sequence[
     normalized = (normalize_whitespace(answer) for answer in answers)
     usable = tuple(answer for answer in normalized if answer)
     return Example(identity, normalize_whitespace(question), context, usable, misplaced)
-
-
-def _find_misplaced(context: str, answers: Sequence[str], starts: Sequence[Any]) -> str | None:
-    """Describe the first answer that the context does not have at its start, or None; a start of None is unknown."""
-    for text, start in zip(answers, starts, strict=True):
-        if start is None:
-            continue
-        if not isinstance(start, int):
-            return f"{START}={start!r} is not a number"
-        found = context[start : start + len(text)] if start >= 0 else ""
-        if found != text:
-            return f"at {START}={start} the context has {found!r} instead of {text!r}"
-    return None
 
 
 def _load_splits(path: str) -> Mapping[str, Any]:
@@ -175,7 +170,7 @@ def _from_rows(rows: Any) -> list[Example]:
             normalized = normalize_whitespace(text)
             context = contexts.setdefault(normalized, normalized)
             texts = answers["text"]
-            misplaced = _find_misplaced(text, texts, answers.get(START) or [None] * len(texts))
+            misplaced = find_misplaced(text, texts, answers.get(START) or [None] * len(texts))
             examples.append(_make_example(identity, question, context, texts, misplaced))
     return examples
 
@@ -190,10 +185,8 @@ def _select(key: str, examples: Sequence[Example], dataset: DatasetConfig) -> Se
     selected = examples[:size]
     wrong = [example for example in selected if example.misplaced is not None]
     if wrong:  # The file is damaged.
-        raise ConfigError(
-            f"{source}: {len(wrong)} of {len(selected)} {name} have a wrong {START}. The first is question "
-            f"{wrong[0].id}: {wrong[0].misplaced}. Correct the positions, or remove all {START} from the data"
-        )
+        first = f"question {wrong[0].id}: {wrong[0].misplaced}"
+        raise ConfigError(f"{source}: {misplaced_answers(len(wrong), len(selected), name, first)}")
     return selected
 
 

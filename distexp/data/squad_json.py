@@ -1,7 +1,7 @@
 """JSON files of SQuAD v1.1: how to read one, and what is wrong with a file of another format. Imports no torch."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
 from functools import lru_cache
 from pathlib import Path
@@ -61,14 +61,17 @@ def find_format_error(content: Any) -> str | None:
     return None
 
 
-def find_small_file_error(path: str) -> str | None:
-    """Return what is wrong with a file, starting with its path; None: nothing, or it is too large to be read here."""
+def find_small_file_error(path: str, size: int | None, name: str) -> str | None:
+    """Return what is wrong with a file, starting with its path; None: nothing, or it is too large to be read here.
+
+    ``size`` is the number of questions that are used, from the first, and ``name`` what they are called.
+    """
     status = Path(path).stat()
-    return _find_error(path, status.st_mtime_ns) if status.st_size <= MAX_CHECKED_BYTES else None
+    return _find_error(path, size, name, status.st_mtime_ns) if status.st_size <= MAX_CHECKED_BYTES else None
 
 
 @lru_cache
-def _find_error(path: str, _changed_at: int) -> str | None:
+def _find_error(path: str, size: int | None, name: str, _changed_at: int) -> str | None:
     """Return what is wrong with a file. It is read once for all cells of a sweep."""
     try:
         content = load_json(Path(path))
@@ -77,17 +80,46 @@ def _find_error(path: str, _changed_at: int) -> str | None:
     if reason := find_format_error(content):
         return format_error(path, reason)
     paragraphs = [paragraph for article in content["data"] for paragraph in article["paragraphs"]]
-    questions = [question for paragraph in paragraphs for question in paragraph["qas"]]
+    questions = [(paragraph["context"], question) for paragraph in paragraphs for question in paragraph["qas"]]
     if not questions:
         return no_examples(path, "examples")
-    if any(answer["text"].strip() for question in questions for answer in question["answers"]):
-        return None
-    return f"{path} has no question with an answer: use data with at least one answer"
+    if not any(answer["text"].strip() for _, question in questions for answer in question["answers"]):
+        return f"{path} has no question with an answer: use data with at least one answer"
+    found = [(question["id"], _misplaced(context, question)) for context, question in questions[:size]]
+    if wrong := [f"question {identity}: {reason}" for identity, reason in found if reason]:
+        return f"{path}: {misplaced_answers(len(wrong), len(found), name, wrong[0])}"
+    return None
+
+
+def _misplaced(context: str, question: Any) -> str | None:
+    answers = question["answers"]
+    return find_misplaced(context, [answer["text"] for answer in answers], [answer.get(START) for answer in answers])
 
 
 def no_examples(source: str, examples: str) -> str:
     """Return the error of data without a question."""
     return f"{source} has no {examples}: use data with at least one question"
+
+
+def find_misplaced(context: str, answers: Sequence[str], starts: Sequence[Any]) -> str | None:
+    """Describe the first answer that the context does not have at its start, or None; a start of None is unknown."""
+    for text, start in zip(answers, starts, strict=True):
+        if start is None:
+            continue
+        if not isinstance(start, int):
+            return f"{START}={start!r} is not a number"
+        found = context[start : start + len(text)] if start >= 0 else ""
+        if found != text:
+            return f"at {START}={start} the context has {found!r} instead of {text!r}"
+    return None
+
+
+def misplaced_answers(wrong: int, selected: int, examples: str, first: str) -> str:
+    """Return the error of data with wrong positions, to be printed after the path."""
+    return (
+        f"{wrong} of {selected} {examples} have a wrong {START}. The first is {first}. Correct the positions, or "
+        f"remove all {START} from the data"
+    )
 
 
 class _FormatError(ValueError):

@@ -143,7 +143,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 REQUIRED_CHECKS = ("configuration", "torch", "distexp cache", "current folder")
 """Checks that must not be missing, because every training needs them."""
 
-GPU_ONLY = {"precision": "fp16", "offload": "pinned"}
+GPU_ONLY = {"precision": ("fp16", "float8"), "offload": ("pinned",)}
 """Options that ``distexp.resolve.resources`` refuses on the CPU, by config group."""
 
 NAME = "DeepSpeed operators"
@@ -166,7 +166,7 @@ def make_verdict(results: Sequence[CheckResult], torch: TorchInfo) -> Verdict:
         fit=True,
         device="cuda" if torch.usable else "cpu",
         strategies=[name for name, lacking in unmet.items() if lacking is None],
-        precisions=_options("precision", torch),
+        precisions=[name for name in _options("precision", torch) if name != "float8" or _has_float8(torch)],
         offload=_options("offload", torch),
         clusters=["local", *(["slurm"] if states["Slurm"] == "ok" else [])],
         not_possible=[*_strategy_problems(unmet, needs), *_other_problems(states, torch)],
@@ -180,7 +180,11 @@ def strategy_requirements() -> dict[str, tuple[str, ...]]:
 
 
 def _options(group: str, torch: TorchInfo) -> list[str]:
-    return [name for name in options_of(group) if torch.usable or name != GPU_ONLY[group]]
+    return [name for name in options_of(group) if torch.usable or name not in GPU_ONLY[group]]
+
+
+def _has_float8(torch: TorchInfo) -> bool:
+    return all(capability >= (8, 9) for capability in torch.capabilities)
 
 
 def _strategy_problems(unmet: Mapping[str, str | None], communication: Sequence[str]) -> Iterator[str]:
@@ -194,11 +198,14 @@ def _strategy_problems(unmet: Mapping[str, str | None], communication: Sequence[
 
 def _other_problems(states: Mapping[str, str], torch: TorchInfo) -> Iterator[str]:
     if not torch.usable:
-        yield f"{', '.join(f'{group}={name}' for group, name in GPU_ONLY.items())}: a GPU is required"
+        lacking = (f"{group}={name}" for group, names in GPU_ONLY.items() for name in names)
+        yield f"{', '.join(lacking)}: a GPU is required"
         if states["GPUs"] != "missing":
             yield "training on the GPUs: fix torch (see above); until then use cluster.device=cpu"
     elif any(capability < (8, 0) for capability in torch.capabilities):
         yield "precision=bf16 at full speed: this GPU emulates it, use precision=fp16"
+    if torch.usable and not _has_float8(torch):
+        yield "precision=float8: a GPU of compute capability 8.9 or more is required"
     if torch.usable and "missing" in (states["C++ compiler"], states["ninja"]):
         yield from filter(None, (strategy.operator_problem for strategy in shipped_strategies().values()))
     if states["Slurm"] != "ok":

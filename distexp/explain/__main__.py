@@ -6,7 +6,7 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -16,12 +16,13 @@ from rich.text import Text
 
 from distexp.config import Command, ConfigError
 from distexp.config.overrides import format_count, format_runs
-from distexp.exceptions import run_until_pipe_closes
+from distexp.exceptions import print_error, run_until_pipe_closes
 from distexp.explain import explanation
 from distexp.explain.step_profile import StepProfile
 from distexp.runs.disturbance import describe_disturbance
+from distexp.runs.metrics import HIDDEN, PARTS
 from distexp.runs.record import choose_newest_sweep
-from distexp.runs.step_files import HIDDEN, PARTS, RankStep
+from distexp.runs.step_files import RankStep
 from distexp.system.files import nan_to_none
 from distexp.tables.columns import ALWAYS, Column, build_table, cell, fit_columns, make_console, print_plain
 
@@ -50,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print_explanations(explanation.read_profiled_runs(directories[0]), as_json=options.json)
     except ConfigError as error:
         for message in error.errors:
-            print(f"distexp: {message}", file=sys.stderr)
+            print_error(message)
         return 2
     return 0
 
@@ -178,24 +179,32 @@ def comparison_notes(comparison: ProfileComparison) -> Iterator[str]:
     yield from (note for note in of_a if note in of_b)
 
 
+ReadTime = Callable[[RankStep], float | None]  # reads a time of a rank in milliseconds
+
+
 def ranks_table(profile: StepProfile, width: int) -> Iterator[Table | Text]:
     """Yield the table with a row per part and a column per rank, and how many ranks it hides."""
     shown = _measured_parts(profile.ranks)
     means_ms = [profile.mean_ms(name) for name in shown]
     largest = max(means_ms, default=0.0) or 1.0
-    others = ["hidden communication"]  # not in the sum, as the wait for cores, which is inside the parts
+    # These are not in the sum: the wait for cores is inside the parts.
+    others: dict[str, ReadTime] = {"hidden communication": lambda rank: rank.parts[HIDDEN]}
     if profile.without_core_share is not None:
-        others.append("waiting for a CPU core")
+        others["waiting for a CPU core"] = lambda rank: rank.without_core_ms
+    percents = [""] * len(others)
+    if (predicted := explanation.scheduled_bubble(profile)) is not None:
+        others["bubble by the schedule"] = lambda rank: predicted * rank.step_ms
+        percents.append(f"{100 * predicted:.1f}")
     empty = [""] * len(others)
     columns = [
         Column("part", (*(PARTS[name] for name in shown), "sum", *others), ALWAYS, right=False),
         Column(
             "mean\n%" if len(profile.ranks) > 1 else "%",
-            (*(f"{100 * mean / profile.step_ms:.1f}" for mean in means_ms), "100.0", *empty),
+            (*(f"{100 * mean / profile.step_ms:.1f}" for mean in means_ms), "100.0", *percents),
             ALWAYS,
         ),
         Column("", (*(_bar(mean / largest) for mean in means_ms), "", *empty), 90, right=False),
-        *(_rank_column(rank, shown, len(others)) for rank in profile.ranks),
+        *(_rank_column(rank, shown, others.values()) for rank in profile.ranks),
     ]
     kept, hidden = fit_columns(columns, width)
     yield build_table(kept)
@@ -204,10 +213,9 @@ def ranks_table(profile: StepProfile, width: int) -> Iterator[Table | Text]:
         yield Text(f"{count} more ranks: use --json, or a wider terminal. The % are means over all ranks.", style="dim")
 
 
-def _rank_column(rank: RankStep, shown: Sequence[str], num_others: int) -> Column:
+def _rank_column(rank: RankStep, shown: Sequence[str], others: Iterable[ReadTime]) -> Column:
     """Return the times of a rank: its parts, their sum, and others. In a narrow terminal, rank 0 stays longest."""
-    others = (rank.parts[HIDDEN], rank.without_core_ms)[:num_others]
-    times = (*(rank.parts[name] for name in shown), rank.step_ms, *others)
+    times = (*(rank.parts[name] for name in shown), rank.step_ms, *(read(rank) for read in others))
     return Column(f"rank {rank.rank}\nms", tuple(cell(time, ",.2f") for time in times), 80 if rank.rank else 95)
 
 

@@ -132,6 +132,7 @@ def _against_compute(step: AdvisedStep) -> Alternatives:
 ADVICE: dict[str, Callable[[AdvisedStep], Alternatives]] = {
     "launch_idle": lambda step: _faster_launches(step, step.shares()["launch_idle"]),
     "exposed_communication": lambda step: step.advice("exposed_communication"),
+    "bubble": lambda step: step.advice("bubble"),
     "waiting": _against_waiting,
     "data_wait": _against_data_wait,
     "optimizer": _against_optimizer,

@@ -10,15 +10,16 @@ from typing import Any
 
 from distexp.config import ConfigError
 from distexp.config.overrides import copyable_command, format_override
+from distexp.exceptions import printable
 from distexp.explain import step_profile
 from distexp.explain.advice import advise, larger_global_batches
-from distexp.runs.record import RunRecord, describe_no_training, read_records
+from distexp.runs.metrics import PARTS
+from distexp.runs.record import RunRecord, describe_no_training, not_a_folder, read_records
 from distexp.runs.run_dir import COMMAND
-from distexp.runs.step_files import PARTS
 from distexp.strategies.base import recorded_strategy
 from distexp.strategies.parallel.checks import STAGES_PER_WORKER, bubble_share
 from distexp.strategies.traits import Traits
-from distexp.system.files import printable, read_or_none
+from distexp.system.files import read_or_none
 from distexp.system.typed_values import number_of, texts_of
 
 MIN_SHARE = 0.1  # smallest share of a step that is called a bottleneck
@@ -102,6 +103,7 @@ BOUND = {  # what a run is called if the part takes BOUND_SHARE of its steps
     "data_wait": "data-bound",
     "optimizer": "optimizer-bound",
     "host": "bound by the CPU",
+    "bubble": "bound by the bubble of the pipeline",
 }
 
 WORK_OF_PART = {  # what a slow rank spends its time on
@@ -131,20 +133,31 @@ def describe_compute(share: float, shares: Mapping[str, float]) -> str:
     return f"Compute-bound: {kernels}.{named}"
 
 
-def describe_bubble(profile: step_profile.StepProfile) -> str:
-    """Return the bubble of the schedule of a pipeline, and what the workers wait for each other; empty without one."""
+def scheduled_bubble(profile: step_profile.StepProfile) -> float | None:
+    """Return the predicted share of the bubble of a pipeline; None without one."""
     workers, schedule = profile.number("parallel.pipeline", 1), profile.setting("parallel.schedule", "1f1b")
     if workers == 1 or schedule not in STAGES_PER_WORKER:
+        return None
+    return bubble_share(workers, schedule, profile.number("train.gradient_accumulation_steps", 1))
+
+
+def describe_bubble(profile: step_profile.StepProfile) -> str:
+    """Return the bubble of the schedule of a pipeline, and what the workers wait for each other; empty without one."""
+    predicted, known = scheduled_bubble(profile), profile.collective_shares()
+    if predicted is None:
         return ""
-    micro_batches, known = profile.number("train.gradient_accumulation_steps", 1), profile.collective_shares()
+    workers, schedule = profile.number("parallel.pipeline", 1), profile.setting("parallel.schedule", "1f1b")
+    micro_batches = profile.number("train.gradient_accumulation_steps", 1)
     between = sum(share for kind, share in known.items() if "send" in kind or "recv" in kind)
     waited = profile.shares()["exposed_communication"] * between / (sum(known.values()) or 1.0)
     measured = (
         f" Sending and receiving between stages, which includes the bubble, takes {waited:.0%}." if between else ""
     )
+    if profile.ranks[0].parts["bubble"] is not None:
+        measured = f" It was {profile.shares()['bubble']:.0%}, with the transfers."
     return (
         f"The bubble of parallel.schedule={schedule} with {workers} workers and {micro_batches} micro-batches is "
-        f"{bubble_share(workers, schedule, micro_batches):.0%} of the step, if all stages take as long.{measured}"
+        f"{predicted:.0%} of the step, if all stages take equally long.{measured}"
     )
 
 
@@ -180,8 +193,12 @@ def _description(bottleneck: str, share: float, profile: step_profile.StepProfil
         case "data_wait":
             loaders = profile.number("dataset.num_workers", 0)
             return f"the training waits for its data for {share:.0%} of the step, with dataset.num_workers={loaders}"
-        case "optimizer":
-            return f"clipping and the update of the weights take {share:.0%} of the step"
+        case "optimizer" | "bubble":
+            update, wait = (
+                "clipping and the update of the weights take",
+                "the stages of the pipeline wait for each other",
+            )
+            return f"{update if bottleneck == 'optimizer' else f'{wait} for'} {share:.0%} of the step"
         case _:
             part = f"{share:.0%} of the step"
             on_cpu = f"spends {part} outside of operators and collectives, for example in Python"
@@ -247,7 +264,7 @@ def read_profiled_run(directory: Path) -> ProfiledRun:
 def read_profiled_runs(directory: Path) -> list[ProfiledRun]:
     """Return the profiled runs of a run directory or a sweep. Raise ConfigError if there are none."""
     if not directory.is_dir():
-        raise ConfigError(f"{directory}: no such directory. Give that of a run or a sweep")
+        raise ConfigError(not_a_folder(directory))
     found = read_records(directory)
     for message in found.messages:
         print(f"skipped: {printable(message)}", file=sys.stderr)

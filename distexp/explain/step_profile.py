@@ -14,8 +14,9 @@ from omegaconf.errors import OmegaConfBaseException
 
 from distexp.config import DatasetConfig
 from distexp.resolve.resources import MAX_CPU_BYTES, estimate_image_bytes
+from distexp.runs.metrics import PARTS
 from distexp.runs.record import RunRecord, parse_config
-from distexp.runs.step_files import PARTS, RankStep, read_ranks
+from distexp.runs.step_files import RankStep, read_ranks
 from distexp.statistics.noise import speed_noise, step_noise
 from distexp.strategies.base import recorded_strategy
 from distexp.strategies.traits import Traits, setting
@@ -23,7 +24,7 @@ from distexp.system.typed_values import cpu_peak_mib, number_of
 from distexp.system.units import MIB
 
 COMPUTE = ("matmul", "other_kernels")  # parts in which kernels run
-OVERHEADS = ("exposed_communication", "waiting", "launch_idle", "data_wait", "optimizer", "host")
+OVERHEADS = ("exposed_communication", "waiting", "launch_idle", "data_wait", "optimizer", "host", "bubble")
 """All other parts. The largest one is the bottleneck, if it is large enough."""
 
 

@@ -5,21 +5,36 @@ import os
 import sys
 from argparse import ArgumentParser
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, chdir, suppress
 from pathlib import Path
 
+from hydra import compose, initialize_config_dir
 from hydra.errors import HydraException
+from omegaconf.errors import OmegaConfBaseException
 
 from distexp.cli.arguments import short_key_errors
 from distexp.cli.errors import explain
 from distexp.cli.run import main as run_command
-from distexp.config import Command, ConfigError
-from distexp.config.overrides import is_override, key_of, parse, value_of
-from distexp.exceptions import run_until_pipe_closes
+from distexp.config import Command, ConfigError, register_schema
+from distexp.config.keys import conf_dir, config_groups
+from distexp.config.overrides import (
+    add_plus_prefix,
+    copyable_command,
+    is_override,
+    key_of,
+    parse,
+    quote_choice,
+    value_of,
+)
+from distexp.exceptions import print_error, run_until_pipe_closes
 from distexp.forecast.profiled_run import ProfiledRun, find_profiled_run
 from distexp.forecast.size_rows import SIZE_KEYS, as_cell, choose_sizes
-from distexp.guard.config_files import check_stored_command
+from distexp.guard.config_files import check_stored_command, use_checked_loader
+from distexp.resolve import resolve, without_hydra
 from distexp.runs.record import choose_newest_sweep
 from distexp.runs.run_dir import RECORD
+from distexp.strategies.base import recorded_strategy, shipped_strategies
+from distexp.strategies.parallel.checks import DEGREES
 from distexp.system import cgroups, files, units
 
 USAGE = """usage: distexp forecast [RUN] [KEY=VALUE ...] [--json]
@@ -57,19 +72,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     try:
         run, overrides = _read_arguments([text for text in given if text != JSON])
-        composed = forecast_arguments(run, overrides, as_json=JSON in given)
+        composed = forecast_arguments(run, overrides, as_json=JSON in given, folders=folders)
     except (ConfigError, HydraException) as error:
         for message in explain(error):
-            print(f"distexp: {message}", file=sys.stderr)
+            print_error(message)
         return 2
     if run.is_own:
         # Paths of the run are relative to the folder in which this user has started it.
         try:
-            os.chdir(str(files.read_json(run.command_path)["directory"]))
+            os.chdir(_folder_of(run))
         except (OSError, ValueError, KeyError, TypeError) as error:
             note = f"relative paths of the run are read from the current folder, because its own is not known: {error}"
-            print(f"distexp: note: {note}", file=sys.stderr)
+            print_error(f"note: {note}")
     return run_command([*folders, *composed], Command.FORECAST)
+
+
+def _folder_of(run: ProfiledRun) -> str:
+    """Return the folder in which a run was started. Raise an error if its command file is missing or damaged."""
+    return str(files.read_json(run.command_path)["directory"])
 
 
 def _split_config_dir(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -111,16 +131,18 @@ NOT_REPEATED = ("profile", "repeats", "tracker", "preflight", "plan", "forecast"
 NOT_REPEATED_KEYS = ("train.profile_steps", "train.resume", "train.micro_batch_search_s", "scale.workers")
 
 
-def forecast_arguments(run: ProfiledRun, typed: Sequence[str], *, as_json: bool) -> list[str]:
-    """Return the arguments with which the sizes of a forecast are composed.
+def forecast_arguments(
+    run: ProfiledRun, typed: Sequence[str], *, as_json: bool, folders: Sequence[str] = ()
+) -> list[str]:
+    """Return the arguments with which the sizes of a forecast are composed. ``folders`` is that of ``--config-dir``.
 
     Raise ConfigError if an override changes what the workers compute, or if another user's run may run code.
     """
-    if errors := list(_errors(run, typed)):
-        raise ConfigError(errors)
     stored = run.record.run.overrides
     if not run.is_own:
         check_stored_command(run.directory / RECORD, stored, typed)
+    if errors := list(_errors(run, typed, folders)):
+        raise ConfigError(errors)
     fixed, added = list(_fixed_values(run, typed)), [text for text in typed if key_of(text) not in SIZE_KEYS]
     replaced = {*NOT_REPEATED_KEYS, *map(key_of, [*fixed, *added])}
     kept = [text for text in stored if key_of(text) not in replaced and _section(text) not in NOT_REPEATED]
@@ -132,22 +154,72 @@ def forecast_arguments(run: ProfiledRun, typed: Sequence[str], *, as_json: bool)
     return [*kept, *fixed, *added, *output, f"sweep.cells={cells}", f'forecast.run="{run.directory}"']
 
 
-def _errors(run: ProfiledRun, typed: Sequence[str]) -> Iterator[str]:
+def _errors(run: ProfiledRun, typed: Sequence[str], folders: Sequence[str]) -> Iterator[str]:
     """Yield the errors of short keys; else those of values that change the work; else those of several values."""
     if errors := list(short_key_errors(typed)):
         yield from errors
         return
     others = [text for text in typed if _section(text) not in KEPT_SECTIONS and key_of(text) not in KEPT_KEYS]
+    others = [text for text in others if not (key_of(text) in DEGREES and value_of(text) == _degree(run, text))]
     others += [text for text in typed if key_of(text) == "cluster.device" and text != _device(run)]
     for text in sorted(others, key=list(typed).index):
+        instead = ", or run this training with profile=true and forecast that run"
+        if key_of(text) in DEGREES and value_of(text).isdecimal():
+            overrides = _profile_of_degree(run, text)
+            command, problems = copyable_command(overrides), find_errors(run, overrides, folders)
+            instead = f", or forecast the run of {command}"
+            if problems:
+                about_it = [problem for problem in problems if problem.startswith(key_of(text))]
+                instead = f". This training cannot be profiled with it either: {'; '.join(about_it or problems)}"
         yield (
             f"{text} changes what a worker computes, but the forecast is from the profile of {run.directory}: "
-            "leave it out, or run this training with profile=true and forecast that run"
+            f"leave it out{instead}"
         )
     for override in () if others else parse(typed):
         if override.is_sweep_override() and override.get_key_element().lstrip("+") not in SIZE_KEYS:
             only = f"but only {' and '.join(SIZE_KEYS)} can: set one value"
             yield f"{override.input_line} has several values, {only}"
+
+
+def find_errors(run: ProfiledRun, overrides: Sequence[str], folders: Sequence[str]) -> list[str]:
+    """Return why the launcher would refuse the overrides of a training; none if it would start it.
+
+    As for a prediction, this machine does not need the GPUs of the training.
+    """
+    register_schema(Command.PLAN)
+    use_checked_loader()
+    groups, searched = config_groups(), [f"hydra.searchpath=['file://{path}']" for path in folders[1:]]
+    kept = [text for text in overrides if key_of(text) != "cluster.device"]
+    typed = [quote_choice(add_plus_prefix(text), groups) for text in (*kept, _device(run))]
+    with ExitStack() as stack:
+        if run.is_own:
+            with suppress(OSError, ValueError, KeyError, TypeError):  # of a damaged command file
+                stack.enter_context(chdir(_folder_of(run)))
+        try:
+            with initialize_config_dir(str(conf_dir()), version_base="1.3"):
+                composed = compose("config", [*typed, *searched], return_hydra_config=True)
+            resolve(without_hydra(composed), composed.hydra.runtime.choices)
+        except (ConfigError, HydraException, OmegaConfBaseException) as error:
+            return explain(error)
+    return []
+
+
+def _profile_of_degree(run: ProfiledRun, degree: str) -> list[str]:
+    """Return the overrides that profile the training of a run with workers that share the model in another way.
+
+    It has one group, whose collectives are all in this group.
+    """
+    workers = value_of(degree) if value_of(degree) != "1" else str(run.size[1])
+    kinds = shipped_strategies()
+    changed = {"cluster.nodes", "cluster.workers_per_node", "profile", "train.profile_steps"}
+    strategy = recorded_strategy(run.record.config, ())
+    shares = strategy is None or strategy.shares_layers
+    changed |= set() if shares else {"strategy", *(kind.option_group for kind in kinds.values())}
+    stored = run.record.run.overrides
+    kept = [text for text in stored if key_of(text) not in changed and _section(text) != "parallel"]
+    size = f"cluster.workers_per_node={workers}"
+    other = [] if shares else [next(f"strategy={name}" for name, kind in kinds.items() if kind.shares_layers)]
+    return [*kept, *other, degree, size, "profile=true"]
 
 
 def _fixed_values(run: ProfiledRun, typed: Sequence[str]) -> Iterator[str]:
@@ -170,6 +242,11 @@ def _fixed_values(run: ProfiledRun, typed: Sequence[str]) -> Iterator[str]:
 
 def _device(run: ProfiledRun) -> str:
     return f"cluster.device={run.setting('cluster', 'device')}"
+
+
+def _degree(run: ProfiledRun, override: str) -> str:
+    """Return the value that the run had for the key of an override of ``parallel``."""
+    return str(run.setting(*key_of(override).split(".")) or 1)
 
 
 def _section(override: str) -> str:

@@ -1,7 +1,6 @@
 """Output of ``distexp forecast`` for the sizes that Hydra composed."""
 
 import json
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
@@ -17,7 +16,7 @@ from rich.text import Text
 from distexp.compose.composition import Cell
 from distexp.config import ConfigError, ForecastConfig
 from distexp.config.overrides import format_count
-from distexp.exceptions import SweepFailedError
+from distexp.exceptions import SweepFailedError, print_error
 from distexp.forecast.communication import TO_MEASURE
 from distexp.forecast.profiled_run import ProfiledRun, read_profiled_run
 from distexp.forecast.size_rows import SizeRow, add_measured, forecast_sizes
@@ -55,14 +54,14 @@ def print_forecast(run: ProfiledRun, cells: Sequence[Cell], options: ForecastCon
     try:
         predictions.write_forecasts(run.directory, [replace(forecast, created_at=now) for forecast in stored])
     except OSError as error:
-        print(f"distexp: the forecast is not kept for the report: {run.directory}: {error.strerror}", file=sys.stderr)
+        print_error(f"the forecast is not kept for the report: {run.directory}: {error.strerror}")
     rows = add_measured(run, rows, stored)
     if options.output != "json":
         _print_table(run, rows)
         return
     print(json.dumps(files.nan_to_none([row_to_json(row) for row in rows]), indent=2))
     for line in _disturbed(run):
-        print(f"distexp: {line}", file=sys.stderr)
+        print_error(line)
     if not any(row.forecast for row in rows):
         raise SweepFailedError
 

@@ -14,7 +14,7 @@ from itertools import accumulate
 from distexp.forecast.simulate import Scales, scaled_tail
 from distexp.preflight.machine import CurvePoint, MachineCurves
 from distexp.runs import step_files
-from distexp.runs.step_files import BACKWARD, FORWARD, OPTIMIZER, Collective, Item, Segment, StepModel
+from distexp.runs.step_files import BACKWARD, COPIES, FORWARD, GROUP, OPTIMIZER, Collective, Item, Segment, StepModel
 from distexp.strategies.communication import LAUNCH_S, StepCommunication, insert, work
 
 # NCCL's cost model of rings and trees is alpha-beta: a latency per hop, plus bytes divided by a bandwidth.
@@ -158,7 +158,8 @@ def plan_communication(
     """Return the items of a step of one worker with the collectives of several workers."""
 
     def is_skipped(item: Item) -> bool:  # by one worker, so the profile lacks the time of the CPU for it
-        return isinstance(item, Collective) and item.axis == "shard" and item.transfer_s is None and model.on_gpu
+        is_of_unit = isinstance(item, Collective) and item.axis in ("shard", COPIES) and item.transfer_s is None
+        return is_of_unit and model.on_gpu
 
     planned = [replace(item, host_s=item.host_s + LAUNCH_S) if is_skipped(item) else item for item in items]
     return tuple(communication.plan(planned, model, micro_batches))
@@ -170,9 +171,14 @@ def add_replication(items: Sequence[Item], communication: StepCommunication, tar
 
 
 def group_layout(communication: StepCommunication, axis: str, target: Target) -> GroupLayout:
-    """Return the process group of an axis: ``all``, ``shard`` or ``replicate``."""
+    """Return the process group of an axis of a collective."""
     replicas, shard = communication.mesh(target.workers, target.nodes)
-    per_node = target.workers_per_node
+    per_node, group = target.workers_per_node, communication.group
+    if axis == GROUP:  # Its workers have consecutive ranks.
+        return GroupLayout(group, -(-group // per_node), per_node)
+    if axis == COPIES:
+        copies = target.workers // group
+        return GroupLayout(copies, -(-copies // max(1, per_node // group)), per_node)
     if axis == "shard":
         return GroupLayout(shard, -(-shard // per_node), per_node)
     if axis == "replicate":
@@ -245,9 +251,17 @@ def with_micro_batches(
     return (*found, *(replace(item, micro_batch=wanted - 1) for item in items if item.phase == OPTIMIZER))
 
 
+def stretched(item: Item, ratio: float) -> Item:
+    """Return an item of a pass that takes longer by a factor; those of the optimizer do not."""
+    if not isinstance(item, Segment) or item.phase == OPTIMIZER:
+        return item
+    times = {name: ratio * getattr(item, name) for name in ("host_s", "device_s", "tail_s", "tail_half_s")}
+    return replace(item, **times)
+
+
 def _is_used(item: Item, position: int, *, last: bool, communication: StepCommunication) -> bool:
     """Return whether an item happens in a micro-batch; a collective of another one may not."""
-    if isinstance(item, Segment):
+    if isinstance(item, Segment) or item.axis == GROUP:
         return True
     if item.kind in step_files.REDUCTIONS:
         if item.phase == FORWARD:  # as the number of targets, which is summed once per step

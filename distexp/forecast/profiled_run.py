@@ -14,9 +14,11 @@ from distexp.forecast.communication import Forecast, Target
 from distexp.guard.config_files import is_own_file
 from distexp.runs.predictions import measured_step_s
 from distexp.runs.record import RunRecord, describe_no_training, not_a_sweep, read_records
-from distexp.runs.run_dir import COMMAND, MICRO_BATCH, RECORD
+from distexp.runs.run_dir import COMMAND, MICRO_BATCH, RECORD, STEP_MODEL
 from distexp.runs.step_files import (
+    COPIES,
     GATHERS,
+    GROUP,
     REDUCTIONS,
     Collective,
     Item,
@@ -32,7 +34,8 @@ from distexp.strategies.communication import (
     element_count,
     is_gradient_reduction,
 )
-from distexp.strategies.traits import Traits, setting
+from distexp.strategies.parallel.checks import CONTEXT, EXPERT
+from distexp.strategies.traits import Traits, common_values, setting
 from distexp.system.typed_values import number_of
 
 MAX_LISTED_RUNS = 5  # most runs that a message lists
@@ -65,6 +68,17 @@ class ProfiledRun:
         nodes, workers_per_node = self.size
         return nodes * workers_per_node
 
+    @property
+    def group(self) -> int:
+        """Return how many workers share a model (section ``parallel``)."""
+        return int(common_values(self.record.config)["group"])
+
+    @property
+    def data_parallel(self) -> int:
+        """Return how many workers, or groups with the same rows, have their own rows."""
+        shares_rows = (self.setting("parallel", "expert") or 1) == 1
+        return self.workers // self.group if shares_rows else self.workers
+
     @cached_property
     def micro_batch_size(self) -> int | None:
         """Return the samples of a worker in a forward pass, also if the run has searched them; None if unknown."""
@@ -82,13 +96,27 @@ class ProfiledRun:
         accumulation = self.setting("train", "gradient_accumulation_steps")
         if not (self.setting("dataset", "packing") and samples and steps and accumulation and micro_batch):
             return 1.0
-        return samples / steps / (micro_batch * int(accumulation) * self.workers)
+        return samples / steps / (micro_batch * int(accumulation) * self.data_parallel)
 
     @property
     def command_path(self) -> Path:
         """Return the file with the command of the run's sweep. A single run may be a sweep itself."""
         own = self.directory / COMMAND
         return own if own.is_file() else self.directory.parent / COMMAND
+
+    def read_model(self) -> StepModel | None:
+        """Return the step model; None if there is none. Raise ConfigError if it is impossible, or of another run."""
+        hint = "profile the run again, or copy the file again from where the run was made"
+        try:
+            model = read_step_model(self.directory)
+        except ValueError as error:
+            raise ConfigError(f"{error}: {hint}") from None
+        if model is not None and (model.nodes, model.workers) != (self.size[0], self.workers):
+            raise ConfigError(
+                f"{self.directory / STEP_MODEL} has nodes={model.nodes} and workers={model.workers}, but the run had "
+                f"{self.size[0]} and {self.workers}: {hint}"
+            )
+        return model
 
     @property
     def is_own(self) -> bool:
@@ -105,9 +133,14 @@ def find_profiled_run(directory: Path) -> ProfiledRun:
     if not runs:
         reason = f" ({found.messages[0]})" if found.messages else ""
         raise ConfigError(f"{directory} contains no readable {RECORD}{reason}: give the directory of a profiled run")
-    profiled = [run for run in runs if run.record.status == "completed" and read_step_model(run.directory) is not None]
+    profiled, errors = [], []
+    for run in (run for run in runs if run.record.status == "completed"):
+        try:
+            profiled += [run] if run.read_model() is not None else []
+        except ConfigError as error:
+            errors += error.errors
     if not profiled:
-        raise ConfigError(_not_profiled(directory, runs))
+        raise ConfigError(errors or _not_profiled(directory, runs))
     if len(profiled) > 1:
         titles = [f"{directory} has {len(profiled)} profiled runs: give one of them:"]
         for run in profiled[:MAX_LISTED_RUNS]:
@@ -213,7 +246,7 @@ def read_measured_step(run_dir: Path, trusted: Sequence[str] = ()) -> MeasuredSt
         record = RunRecord.read(run_dir / RECORD)
     except ValueError as error:
         raise ConfigError(f"{error}: name the directory of a finished run") from error
-    model = read_step_model(run_dir)
+    model = ProfiledRun(run_dir, record).read_model()
     times = record.metrics.step_time_s or {}
     median_s, p90_s = number_of(times, "p50"), number_of(times, "p90")
     if model is None or not median_s:
@@ -226,9 +259,52 @@ def read_measured_step(run_dir: Path, trusted: Sequence[str] = ()) -> MeasuredSt
             f"strategy={setting(record.config, 'strategy.name')} are not known: profile it on two workers"
         )
     communication = strategy.run_communication(record.config, record.built, run_dir)
-    items = assign_waits(fill_sizes(model.items, model, communication), communication, on_gpu=model.on_gpu)
-    waiting = _own_waiting(record, median_s) if model.workers > 1 else 0.0
+    if problem := _unknown_groups(model, record, communication):
+        raise ConfigError(f"{run_dir} {problem}")
+    known = _with_groups(model.items, communication)
+    items = assign_waits(fill_sizes(known, model, communication), communication, on_gpu=model.on_gpu)
+    # The worker of a pipeline waits in each step, by its schedule. This wait is a part of its passes.
+    waits = model.workers > 1 and communication.pipeline == 1
+    waiting = _own_waiting(record, median_s) if waits else 0.0
     return MeasuredStep(replace(model, items=items), communication, median_s, deviation, waiting, record)
+
+
+def _unknown_groups(model: StepModel, record: RunRecord, communication: StepCommunication) -> str:
+    """Return why the collectives in a group and those between groups cannot be distinguished; empty if they can."""
+    group, has_copies = communication.group, any(getattr(item, "axis", "") == COPIES for item in model.items)
+    if group == model.workers and communication.cuts_weights and communication.pipeline == 1 and not has_copies:
+        return (
+            "was profiled by an earlier version, which did not keep the sizes of a worker's weights: profile it again"
+        )
+    if communication.pipeline > 1 and (group > communication.pipeline or communication.shards_optimizer):
+        return (
+            "has a pipeline with sharded states or shared matrices, whose collectives have no model: profile it with "
+            "strategy=ddp parallel.tensor=1"
+        )
+    for key in (CONTEXT, EXPERT):
+        if communication.cuts_weights and (setting(record.config, key) or 1) > 1:
+            return f"shares matrices too, and the collectives of both look alike: profile it with {key}=1"
+    if communication.cuts_weights and communication.mesh(2, nodes=2)[0] > 1:
+        return "has replicas of a model in parts, whose collectives have no model: profile it with strategy=ddp"
+    if group in (1, model.workers) or setting(record.config, CONTEXT) == group:
+        return ""
+    return (
+        f"was profiled on {model.workers} workers in groups of {group} that share a model. The collectives in a group "
+        f"and between groups look alike: profile one group, with cluster.nodes=1 cluster.workers_per_node={group}"
+    )
+
+
+def _with_groups(items: Sequence[Item], communication: StepCommunication) -> tuple[Item, ...]:
+    """Return the items with the axis of the collectives between workers that share a model.
+
+    Without those of a pipeline: their times contain the wait for other stages, which follows from the schedule.
+    """
+    found = []
+    for item in items:
+        is_of_group = isinstance(item, Collective) and communication.is_of_group(item)
+        if not is_of_group or communication.pipeline == 1:
+            found.append(replace(item, axis=GROUP) if isinstance(item, Collective) and is_of_group else item)
+    return tuple(found)
 
 
 def _own_waiting(record: RunRecord, median_s: float) -> float:
@@ -246,9 +322,14 @@ def _own_waiting(record: RunRecord, median_s: float) -> float:
 
 def assign_waits(items: Sequence[Item], communication: StepCommunication, *, on_gpu: bool) -> tuple[Item, ...]:
     """Return the items with the process group of each collective and what waits for it, as the strategy does it."""
-    return tuple(
-        communication.with_waits(item, on_gpu=on_gpu) if isinstance(item, Collective) else item for item in items
-    )
+
+    def assigned(item: Item) -> Item:
+        if not isinstance(item, Collective) or item.axis == GROUP:
+            return item
+        found = communication.with_waits(item, on_gpu=on_gpu)
+        return replace(found, axis=COPIES) if item.axis == COPIES else found
+
+    return tuple(map(assigned, items))
 
 
 def fill_sizes(items: Sequence[Item], model: StepModel, communication: StepCommunication) -> tuple[Item, ...]:
@@ -262,16 +343,20 @@ def fill_sizes(items: Sequence[Item], model: StepModel, communication: StepCommu
         kind = "reduction" if item.kind in REDUCTIONS else "gather" if item.kind in GATHERS else item.kind
         return kind, item.phase, item.micro_batch
 
-    counts = Counter(sharing(item) for item in items if isinstance(item, Collective) and item.bytes is None)
+    unknown = {
+        position: item
+        for position, item in enumerate(items)
+        if isinstance(item, Collective) and item.bytes is None and item.axis != GROUP
+    }
+    counts = Counter(map(sharing, unknown.values()))
     seen: Counter[tuple[str, str, int]] = Counter()
     found: list[Item] = list(items)
-    for position, item in enumerate(items):
-        if isinstance(item, Collective) and item.bytes is None:
-            key, size = sharing(item), SCALAR_BYTES
-            if is_gradient_reduction(item):
-                size = communication.reduction_sizes(model, counts[key])[seen[key]]
-            elif item.kind in GATHERS:
-                size = element_count(model) * communication.weight_bytes // counts[key]
-            seen[key] += 1
-            found[position] = replace(item, bytes=size)
+    for position, item in unknown.items():
+        key, size = sharing(item), SCALAR_BYTES
+        if is_gradient_reduction(item):
+            size = communication.reduction_sizes(model, counts[key])[seen[key]]
+        elif item.kind in GATHERS:
+            size = element_count(model) * communication.weight_bytes // counts[key]
+        seen[key] += 1
+        found[position] = replace(item, bytes=size)
     return tuple(found)

@@ -30,7 +30,7 @@ def forecast_sizes(
     rows = [_make_row(run, cell) for cell in cells]
     targets = [_target(run, row.cell.config) for row in rows if not row.error and row.cell.config is not None]
     steps = int(run.setting("train", "gradient_accumulation_steps") or 1)
-    samples = (run.micro_batch_size or 1) * steps * run.workers * run.samples_per_row
+    samples = (run.micro_batch_size or 1) * steps * run.data_parallel * run.samples_per_row
     own = Target(*run.size, steps, samples)
     machine = load_machine(run.directory, options) if targets else None
     trusted = [package for cell in cells if cell.config is not None for package in cell.config.trusted_packages]
@@ -62,7 +62,7 @@ def _other_steps(run: ProfiledRun, config: Config | None) -> str:
 
 def _target(run: ProfiledRun, config: Config) -> Target:
     cluster, steps = config.cluster, config.train.gradient_accumulation_steps
-    samples = config.train.micro_batch * steps * cluster.world_size * run.samples_per_row
+    samples = config.train.micro_batch * steps * config.data_parallel * run.samples_per_row
     return Target(cluster.nodes, cluster.workers_per_node or 1, steps, samples)
 
 
@@ -237,7 +237,7 @@ def choose_sizes(run: ProfiledRun, typed: Sequence[str]) -> list[Size]:
                 if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                     raise ConfigError(f"{key}={value} must be a whole number from 1: write {key}=1,2,4")
     if not values:
-        return default_sizes(_workers_of_node(run))
+        return [size for size in default_sizes(_workers_of_node(run)) if math.prod(size) % run.group == 0]
     nodes, workers = run.size
     sizes = list(dict.fromkeys(product(values.get(NODES, [nodes]), values.get(WORKERS_PER_NODE, [workers]))))
     for count, per_node in sizes:

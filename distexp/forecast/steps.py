@@ -16,6 +16,7 @@ from distexp.hardware.facts import facts
 from distexp.preflight.machine import MachineCurves, machine_of
 from distexp.runs.step_files import Collective, Item
 from distexp.statistics.noise import SINGLE_CPU_RUN
+from distexp.strategies.parallel.checks import bubble_share
 from distexp.system.typed_values import number_of
 
 MAX_MICRO_BATCHES = 6  # Micro-batches that are simulated. Each further one takes as long as the last of these.
@@ -40,7 +41,7 @@ class Forecaster:
     def simulate(self, target: Target, scales: Scales) -> SimulatedTarget:
         """Return the simulated step of a target."""
         count = target.micro_batches
-        if count <= MAX_MICRO_BATCHES:
+        if count <= MAX_MICRO_BATCHES or self.run.communication.pipeline > 1:
             return self._simulate(target, scales)
         most = self._simulate(replace(target, micro_batches=MAX_MICRO_BATCHES), scales)
         fewer = self._simulate(replace(target, micro_batches=MAX_MICRO_BATCHES - 1), scales)
@@ -57,15 +58,20 @@ class Forecaster:
     def items(self, target: Target) -> tuple[Item, ...]:
         """Return the segments and collectives of a step of a target."""
         model, count, communication = self.run.model, target.micro_batches, self.run.communication
-        items = collectives.with_micro_batches(model.items, model.micro_batches, count, communication)
+        if communication.pipeline > 1:  # Its micro-batches overlap, so the formula of its schedule replaces them.
+            ratio, count = communication.pass_ratio(model.micro_batches, count), model.micro_batches
+            items = tuple(collectives.stretched(item, ratio) for item in model.items)
+        else:
+            items = collectives.with_micro_batches(model.items, model.micro_batches, count, communication)
         # The optimizer updates the share of a worker of the target.
-        shards = [communication.optimizer_shards(size.workers, size.nodes) for size in (self.run.target, target)]
+        sizes = self.run.target, target
+        shards = [communication.optimizer_shards(communication.copies(each.workers), each.nodes) for each in sizes]
         if model.group_elements and shards[0] != shards[1]:
             before, after = (collectives.update_share(model.group_elements, communication, number) for number in shards)
             items = collectives.shard_update(items, before, after, communication, on_gpu=model.on_gpu)
-        if target.workers == 1:
+        if communication.copies(target.workers) == 1:
             return items
-        if model.workers == 1:
+        if communication.copies(model.workers) == 1:
             items = collectives.plan_communication(items, model, communication, micro_batches=count)
         items = collectives.add_replication(items, communication, target)
         return assign_waits(items, communication, on_gpu=model.on_gpu)
@@ -93,6 +99,8 @@ class Forecaster:
         scales, run = calibration.scales, self.run
         found = self.simulate(target, scales)
         step, more = found.step, target.micro_batches / run.model.micro_batches
+        if run.communication.pipeline > 1:
+            more = run.communication.pass_ratio(run.model.micro_batches, target.micro_batches)
         parts = {
             "compute": step.compute_s,
             "exposed_communication": step.exposed_s,
@@ -116,7 +124,11 @@ class Forecaster:
             step.hidden_s,
             beyond=describe_distance(run, target, found.sources),
             limit=describe_limit(parts, found.largest),
-            notes=(*self._notes_on_collectives(found.sources, target), *self._notes_on_oversubscription(target)),
+            notes=(
+                *self._notes_on_collectives(found.sources, target),
+                *self._notes_on_oversubscription(target),
+                *self._notes_on_pipeline(target),
+            ),
         )
 
     def _notes_on_collectives(self, sources: frozenset[str], target: Target) -> Iterator[str]:
@@ -137,6 +149,16 @@ class Forecaster:
         else:
             workers = _measure(f"cluster.workers_per_node={target.workers_per_node}")
             yield f"collectives {kind} are not measured. Assumed: {machine.intra.name}. {workers}"
+
+    def _notes_on_pipeline(self, target: Target) -> Iterator[str]:
+        """Yield the bubble of a pipeline, which is in the time of its computation."""
+        stages, schedule = self.run.communication.pipeline, self.run.communication.schedule
+        if stages > 1:
+            bubble = bubble_share(stages, schedule, target.micro_batches)
+            yield (
+                f"the bubble of parallel.schedule={schedule} is {bubble:.0%} of the passes if all stages take equally "
+                f"long, with train.gradient_accumulation_steps={target.micro_batches}. It counts as computation"
+            )
 
     def _notes_on_oversubscription(self, target: Target) -> Iterator[str]:
         """Yield why a set oversubscription does not change the forecast of several nodes."""
@@ -170,7 +192,8 @@ def forecast_steps(
 def _name(longest: Item | None) -> str:
     if not isinstance(longest, Collective):
         return ""
-    size = longest.bytes or 0
+    if (size := longest.bytes) is None:
+        return longest.kind
     text = f"{size:.0f} bytes" if size < 1e3 else f"{size / 1e3:.3g} kB" if size < 1e5 else f"{size / 1e6:,.1f} MB"
     return f"{longest.kind} of {text}"
 
@@ -238,7 +261,7 @@ def describe_limit(parts: dict[str, float], largest: str) -> str:
 # had more work. A rest that no part explains is added to each step.
 
 TYPICAL_HOST = 0.6
-"""Time of the CPU for a launch without the profiler, as a fraction of that with it (docs/results/explain.md)."""
+"""Time of the CPU for a launch without the profiler, as a fraction of that with it: runs on H200s, torch 2.11."""
 MIN_HOST_FACTOR = 0.3
 """Smallest factor of the CPU's times on a GPU: more than the profiler's overhead is work that the step did not have."""
 CLOSE = 0.03  # relative difference up to which all times are scaled alike

@@ -288,18 +288,21 @@ def _explain(section: str, values: Mapping[str, Any], composed: DictConfig) -> s
     group = section.partition(".")[0]
     file = f"choose its file with {group}=NAME, or " if group in ("cluster", "tracker") else ""
     danger = "would get the results and your credentials" if section == TRACKER_URI else "could run code"
-    origin = _origin(texts[-1].strip("[]").partition(",")[0], composed)
+    name = list(values)[-1].rpartition(".")[2]
+    origin = _origin((name, texts[-1].strip("[]").partition(",")[0]), composed)
     typed = " ".join(f"'{text}'" for text in shown)
     return f"{', '.join(shown)} {origin}, and {danger}: if you trust it, {file}add {typed} to the command"
 
 
-def _origin(text: str, composed: DictConfig) -> str:
-    """Return which of the chosen YAML files contains a text."""
+def _origin(texts: Sequence[str], composed: DictConfig) -> str:
+    """Return which of the chosen YAML files contains all texts. It is none of distexp, which are not refused."""
     runtime = composed.hydra.runtime
     folders = [Path(source.path) for source in runtime.config_sources if source.schema == "file"]
+    folders = [folder for folder in folders if folder != conf_dir()]
     options = [f"{group}/{option}.yaml" for group, option in runtime.choices.items() if isinstance(option, str)]
     paths = [folder / name for folder in folders for name in (*options, f"{composed.hydra.job.config_name}.yaml")]
-    found = next((path for path in paths if path.is_file() and text in path.read_text(errors="replace")), None)
+    contents = {path: path.read_text(errors="replace") for path in paths if path.is_file()}
+    found = next((path for path, content in contents.items() if all(text in content for text in texts)), None)
     return f"is set by {found}" if found else "is not from the command line"
 
 

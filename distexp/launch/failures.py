@@ -56,11 +56,17 @@ def classify_failure(directory: Path, codes: Mapping[int, int], spec: RunSpec) -
 
 def _worker_cause(directory: Path, phase: str | None) -> Cause:
     """Return the cause by the first error of a worker. Later errors are its consequences."""
-    first = next(iter(attempts.read_rank_errors(directory)), None)
-    deaths = signal_deaths(directory)
-    if deaths and (first is None or PEER_LOSS.search(first.message) or PEER_LOSS.search(first.type)):
+    errors = attempts.read_rank_errors(directory)
+    first, deaths = next(iter(errors), None), signal_deaths(directory)
+    is_victim = first is not None and bool(PEER_LOSS.search(first.message) or PEER_LOSS.search(first.type))
+    if deaths and (first is None or is_victim):
         rank, number = deaths[0]
         return _signal_cause(directory, number, f"rank {rank}", phase, rank)
+    earliest = next(iter(_worker_ends(directory)), None)
+    if is_victim and earliest is not None and earliest["rank"] not in {error.rank for error in errors}:
+        rank, code = earliest["rank"], earliest["code"]
+        reason = f"rank {rank} ended with exit code {code} and without an error: does its code call os._exit?"
+        return Cause("failed", RunError("WorkerDied", reason, phase, rank))
     if first is None:
         codes = ", ".join(f"rank {end['rank']}: {end['code']}" for end in _worker_ends(directory) if end["code"])
         message = f"no rank reported an error (exit codes: {codes or 'none'}): see logs/node*/*.log"

@@ -108,11 +108,20 @@ def assign_run_dirs(
 
 
 def run_dir_for(composed: DictConfig, sweep_dir: Path, number: int) -> Path:
-    """Return the directory of a cell as run ``number`` of a sweep, and set both in its hydra node."""
+    """Return the directory of a cell as run ``number`` of a sweep, and set both in its hydra node.
+
+    Raise ConfigError if it is not in the sweep: no command would find the run, and a stored one could write anywhere.
+    """
     with open_dict(composed):
         composed.hydra.job.id = composed.hydra.job.num = number
         composed.hydra.sweep.dir = str(sweep_dir)
-    return (sweep_dir / str(composed.hydra.sweep.subdir)).absolute()
+    chosen = str(composed.hydra.sweep.subdir)
+    if os.path.isabs(chosen) or os.pardir in Path(os.path.normpath(chosen)).parts:
+        raise ConfigError(
+            f"hydra.sweep.subdir={chosen} is not inside of {sweep_dir}: choose a folder in it, or another "
+            "hydra.sweep.dir"
+        )
+    return (sweep_dir / chosen).absolute()
 
 
 class ClaimedDir(NamedTuple):

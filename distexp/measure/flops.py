@@ -86,7 +86,10 @@ class FlopCounter:
         if model_rates.token and trains_all and not train.activation_checkpointing:
             return model_rates  # unlike that of a convolution, the input of an embedding has no gradient to skip
         model = self._build()
-        transforms.transform_blocks(model, replace(self.config, train=replace(train, compile=None)))
+        stored = train.activation_checkpointing
+        stored = True if stored == transforms.OFFLOAD else stored  # Tensors without values cannot be copied.
+        changed = replace(train, compile=None, activation_checkpointing=stored)
+        transforms.transform_blocks(model, replace(self.config, train=changed))
         # A compiled block is one operation, so it is recomputed to its end.
         with set_checkpoint_early_stop(train.compiled != "blocks"):
             return self._rates(blueprint.count_training_flops, model)

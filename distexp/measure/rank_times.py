@@ -84,7 +84,8 @@ class RankTimesWatch(Watcher):
         return RankTimes(
             self.context.rank,
             clock.quantiles(durations) or {},
-            own_s=[durations[step] - wait_s for step, wait_s in waits.items()],
+            # On a busy machine, a wait may be measured until after the end of its step.
+            own_s=[max(0.0, durations[step] - wait_s) for step, wait_s in waits.items()],
             durations_s=[durations[step] for step in waits],
             data_wait_s=[steps.data_waits_s[step] for step in waits],
             without_core_s=[self.waits.without_core_s(step) for step in waits],

@@ -9,10 +9,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from distexp.config import WHOLE_MODEL, Config, ConfigError
@@ -45,6 +47,8 @@ def transform_blocks(model: nn.Module, config: Config) -> None:
         if config.train.activation_checkpointing:
             selective = config.train.activation_checkpointing == SELECTIVE
             forward = checkpointed(block, forward, in_graph=config.train.compiled in WHOLE_MODEL, selective=selective)
+        if config.train.activation_checkpointing == OFFLOAD:
+            forward = partial(_run_with_inputs_on_cpu, forward)
         block.forward = forward
     if config.train.compiled in WHOLE_MODEL:
         _compile_model(model, cuda_graphs=config.train.compiled == "graphs")
@@ -143,9 +147,6 @@ def _blocks_to_transform(model: nn.Module, config: Config) -> list[nn.Module]:
 
 NamedModules = list[tuple[str, nn.Module]]
 
-FSDP_PREFIX = "FSDP"
-"""Start of the name that torch gives the class of a module that it shards."""
-
 NO_UNITS = "none"
 """Value of ``fsdp.wrap`` with which FSDP shards the whole model as one unit."""
 
@@ -174,11 +175,15 @@ def find_units(model: nn.Module, wrap: str = "auto") -> NamedModules:
     if wrap != "auto":
         return _find_classes(model, [name.strip() for name in wrap.split(",") if name.strip()])
     declared = set(getattr(model, "_no_split_modules", None) or ())
-    named = model.named_modules()
-    found = [(name, module) for name, module in named if type(module).__name__.removeprefix(FSDP_PREFIX) in declared]
+    found = [(name, module) for name, module in model.named_modules() if own_class(module).__name__ in declared]
     embedding = embedding_of(model, "input")  # Encoders declare the module that contains it, but it is no block.
     found = [(name, module) for name, module in found if all(part is not embedding for part in module.modules())]
     return found or _largest_repeated(model)
+
+
+def own_class(module: nn.Module) -> type[nn.Module]:
+    """Return the class of a module without that of torch for its shards, which some workers of a pipeline lack."""
+    return next(kind for kind in type(module).__mro__ if not kind.__module__.startswith("torch.distributed"))
 
 
 def has_encoder(model: nn.Module) -> bool:
@@ -213,7 +218,7 @@ def _largest_repeated(model: nn.Module) -> NamedModules:
         if not isinstance(container, nn.ModuleList | nn.Sequential):
             continue
         members = list(container.named_children())
-        classes = {type(member) for _, member in members}
+        classes = {own_class(member) for _, member in members}
         all_have_children = all(any(True for _ in member.children()) for _, member in members)
         if len(classes) == 1 and all_have_children:
             prefix = f"{name}." if name else ""
@@ -298,6 +303,7 @@ def dropout_rates(model: nn.Module) -> dict[str, float]:
     return {name: rate for name, rate in (configured | modules).items() if rate > 0}
 
 
+OFFLOAD = "offload"  # of ``train.activation_checkpointing``: recompute blocks, and keep their inputs on the CPU
 SELECTIVE = "selective"
 """Value of ``train.activation_checkpointing`` that stores the results of SAVED_OPERATIONS."""
 
@@ -308,6 +314,27 @@ SAVED_OPERATIONS = (
 )
 """Operations of torch that take most of the time of a block. Batched products are not in it: the scores of an attention
 without a fused kernel are larger than all other activations of a block."""
+
+
+saved_on_cpu: Callable[..., saved_tensors_hooks] = save_on_cpu
+"""What moves the inputs. ``distexp.plan`` replaces it, because the memory that it needs is rounded."""
+
+
+def _run_with_inputs_on_cpu(forward: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    """Run a checkpointed block, and copy its hidden states to page-locked memory until the backward pass.
+
+    A checkpoint saves the inputs of the block and nothing else. A mask, which all blocks share, stays where it is.
+    """
+    hidden = [value for value in tree_iter((arguments, options)) if isinstance(value, Tensor) and value.requires_grad]
+    moved = {(tensor.shape, tensor.dtype) for tensor in hidden}
+    copies = saved_on_cpu(pin_memory=any(tensor.is_cuda for tensor in hidden))
+
+    def pack(tensor: Tensor) -> tuple[Any, Callable[[Any], Any]]:
+        is_moved = (tensor.shape, tensor.dtype) in moved
+        return (copies.pack_hook(tensor), copies.unpack_hook) if is_moved else (tensor, lambda kept: kept)
+
+    with saved_tensors_hooks(pack, lambda packed: packed[1](packed[0])):
+        return forward(*arguments, **options)
 
 
 stored_watchers: list[Callable[[Tensor], object]] = []

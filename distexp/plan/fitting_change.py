@@ -167,7 +167,9 @@ def candidate_overrides(config: Config, largest: LargestMicroBatch | None = None
     train = config.train
     has_all_logits = config.model.traits.is_causal and train.logits == "all" and train.loss == "full"
     logits = ("train.logits=targets",) if has_all_logits else ()
-    checkpointing = () if train.activation_checkpointing is True else ("train.activation_checkpointing=true",)
+    checkpointing = (
+        () if train.activation_checkpointing in (True, "offload") else ("train.activation_checkpointing=true",)
+    )
     pair = (*logits, *checkpointing) if logits and checkpointing else ()
     sizes = list(_micro_batch_changes(config, largest))
     same = [] if model_checks.depends_on_micro_batch(config) else sizes
@@ -215,7 +217,7 @@ def avoidable_parts(config: Config) -> Iterator[AvoidablePart]:
     if config.model.traits.is_causal and train.logits == "all" and train.loss == "full":
         for text in ("train.loss=chunked", "train.logits=targets"):
             yield AvoidablePart("logits", 0.9, "logits of all tokens", (text,))
-    if train.activation_checkpointing is not True:
+    if train.activation_checkpointing not in (True, "offload"):
         computes_again = ("train.activation_checkpointing=true",)
         yield AvoidablePart("activations", 0.4, "activations stored for the backward pass", computes_again)
     if not is_sharded and (smaller := strategy.smaller_states(config, workers=workers)):

@@ -324,4 +324,4 @@ def change_notes(overrides: Sequence[str], changes: Sequence[ConfigChange], conf
     if removed:
         yield f"Some changes replace {' '.join(removed)}: remove that from the command."
     if model_checks.depends_on_micro_batch(config) and any(MICRO_BATCH in new for new in keys):
-        yield "A batch norm uses the statistics of a micro-batch, so another micro-batch is another training."
+        yield "A batch norm or a router loss uses statistics of a micro-batch, so another size is another training."

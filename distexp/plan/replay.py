@@ -229,6 +229,7 @@ class StepWork:
     operations: int  # kernels that are launched
     optimizer_operations: int  # those of them that do not depend on the number of micro-batches
     written: float  # bytes of all tensors that are allocated
+    exchanged: float = 0.0  # bytes that workers with shared layers, tokens, experts or blocks exchange in the passes
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,9 @@ from pathlib import Path
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
-from distexp.config import Command
+from distexp.config import Command, ConfigError
 from distexp.config.overrides import format_count, suggest_command
-from distexp.exceptions import run_until_pipe_closes
+from distexp.exceptions import print_error, print_text, printable, run_until_pipe_closes
 from distexp.report.data.forecasts import keep_errors
 from distexp.report.data.metrics import MEMORIES, METRICS_BY_NAME, SPEED
 from distexp.report.data.overview import DISTURBED_MARK, NOISE_MARK, Overview, failure_reason
@@ -34,7 +34,7 @@ from distexp.report.data.repeats import (
 from distexp.report.data.rows import MAX_LENGTH, SEED, Row, format_noise, format_setting, format_settings, load_rows
 from distexp.report.files import PAGE, PLOTS, write_figures, write_files
 from distexp.report.overview_table import OverviewTable
-from distexp.runs.record import ExistingRuns, choose_newest_sweep
+from distexp.runs.record import ExistingRuns, choose_newest_sweep, not_a_folder
 from distexp.runs.run_dir import RECORD, REPORT
 from distexp.runs.texts import describe_disk_error
 from distexp.statistics.noise import Spread, difference_noise, is_within_noise
@@ -53,14 +53,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.directories = [choose_newest_sweep(leave_out=(Command.PREFLIGHT,))]
     missing = [path for path in (*options.directories, *(options.compare or ())) if not path.is_dir()]
     if missing:
-        return _print_error(f"{', '.join(map(str, missing))}: no such directory. Give that of a run or a sweep")
+        raise ConfigError([not_a_folder(path) for path in missing])
     code = 0
     if options.directories:
         code = report(options.directories, options.trace, options.figures)
     if options.open and options.directories and code == 0:
         page = (options.directories[0] / REPORT / PAGE).resolve()
         if not webbrowser.open(page.as_uri()):
-            print(f"no browser on this machine: copy {page} to yours, and open it there")
+            print_text(f"no browser on this machine: copy {page} to yours, and open it there")
     if options.compare and code != 2:
         code = max(code, compare(*options.compare))
     return code
@@ -98,7 +98,8 @@ def report(directories: Sequence[Path], traced_runs: Sequence[str] = (), figures
         left = [run for run in ExistingRuns.read(directory).runs if not (run.directory / RECORD).exists()]
         if left:
             runs = format_count(len(left), "run")
-            print(f"left out: {runs} without a record: {suggest_command('status', directory)}", file=sys.stderr)
+            text = f"left out: {runs} without a record: {suggest_command('status', directory)}"
+            print(printable(text), file=sys.stderr)
     rows, skipped = _load(directories)
     if not rows:
         return _no_records(directories)
@@ -115,16 +116,19 @@ def report(directories: Sequence[Path], traced_runs: Sequence[str] = (), figures
         written = write_files(overview, target, traced_runs, skipped)
         parts = [path.relative_to(target).parts for path in written]
         names = sorted({f"{first}/" if rest else first for first, *rest in parts})
-        print(f"written: {target}, {len(written)} files:", ", ".join(names))
+        print_text(f"written: {target}, {len(written)} files: {', '.join(names)}")
         if figures is not None:
             target = figures
-            print(f"written: {target}, {len(write_figures(overview, target, traced_runs))} files for a paper or slides")
+            count = len(write_figures(overview, target, traced_runs))
+            print_text(f"written: {target}, {count} files for a paper or slides")
+    except BrokenPipeError:  # The reader of the output has seen enough.
+        raise
     except OSError as error:
-        print(f"distexp: cannot write to {target}: {describe_disk_error(error)}", file=sys.stderr)
+        print_error(f"cannot write to {target}: {describe_disk_error(error)}")
         return 1
     except ModuleNotFoundError as error:
         package = DRAWING_PACKAGES.get(error.name or "", error.name)
-        print(f"distexp: figures need the package {package}: pip install {package}", file=sys.stderr)
+        print_error(f"figures need the package {package}: pip install {package}")
         return 1
     return 0
 
@@ -156,7 +160,7 @@ def _no_records(directories: Sequence[Path]) -> int:
 
 
 def _print_error(message: str) -> int:
-    print(f"distexp: {message}", file=sys.stderr)
+    print_error(message)
     return 2
 
 

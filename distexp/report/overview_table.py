@@ -29,7 +29,6 @@ from distexp.report.data.overview import (
 from distexp.report.data.repeats import EQUAL, RunGroup, format_metric
 from distexp.report.data.rows import (
     MAX_LENGTH,
-    Row,
     format_noise,
     format_setting,
     global_batch,
@@ -41,7 +40,7 @@ from distexp.report.traces import describe_same_training
 from distexp.runs.record import FAILURES, RunRecord
 from distexp.runs.texts import STAND_IN, missing_costs, record_model_label
 from distexp.statistics.noise import SINGLE_CPU_RUN, difference_noise, distinct_ratio
-from distexp.system.typed_values import UNCOUNTED_CPU_PHASES, number_of
+from distexp.system.typed_values import UNCOUNTED_CPU_PHASES
 from distexp.tables import columns
 from distexp.tables.columns import render_text_table, without_wide_labels
 
@@ -230,7 +229,7 @@ def _compare_best(overview: Overview, ranking: Ranking, start: str, number_forma
     )
     noise = difference_noise(best.value, following.value)
     if equal and noise is not None:
-        yield f"{start}{first}, and {other}, are equal within the noise of {format_noise(noise, best.value.mean)}."
+        yield f"{start}{first}, and {other}, {ranking.why_equal(noise)}."
         if len(equal) > 1:
             yield f"Also equal within the noise: {name_runs(group.group.label for group in equal[1:])}."
         return
@@ -258,21 +257,10 @@ def _setup_peaks(overview: Overview) -> Iterator[str]:
 
 def _few_steps(overview: Overview) -> Iterator[str]:
     completed = [group for group in overview.groups if group.completed]
-    few = [group.label for group in completed if 0 < _measured_steps(group.rows[0]) < FEW_STEPS]
+    few = [group.label for group in completed if 0 < group.rows[0].measured_steps < FEW_STEPS]
     if few:
         yield f"Fewer than {FEW_STEPS} steps were measured in {name_runs(few)}."
         yield "For a reliable speed, raise train.max_steps or train.num_epochs."
-
-
-def _measured_steps(row: Row) -> int:
-    """Return the number of steps that the speed is measured over, up to ten, each a block of its own."""
-    total, speed = row.record.metrics.total_steps, row.metrics[SPEED]
-    if total is None or speed is None:
-        return 0
-    blocks = number_of(row.record.metrics.speed_error or {}, "blocks")
-    if blocks is not None:
-        return int(blocks)
-    return total - int(row.settings.get("measure_after_step") or 0) - int(row.settings.get("profile_steps") or 0)
 
 
 def _global_batches(overview: Overview) -> Iterator[str]:

@@ -7,15 +7,18 @@ from functools import lru_cache, partial
 from typing import Any
 
 from omegaconf import MISSING, DictConfig, MissingMandatoryValue, OmegaConf, open_dict
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException
 
 from distexp.config import WHOLE_MODEL, Command, Config, ConfigError
 from distexp.config.custom_code import check_returned, shorten_errors
 from distexp.config.fields import info_of
 from distexp.config.keys import (
+    check_types,
     check_values,
     conf_dir,
+    explain_missing,
     get_value,
+    reference_errors,
     schema_fields,
     sections,
     set_value,
@@ -24,6 +27,7 @@ from distexp.config.keys import (
 )
 from distexp.config.model_checks import ATTENTIONS, model_errors, several_lengths, unused_key_errors
 from distexp.config.overrides import format_override, key_of, parse, plain_value
+from distexp.exceptions import first_line
 from distexp.resolve import compile_results, resources, scaling_rules, section_checks
 from distexp.resolve.resources import MAX_CPU_BYTES, estimate_image_bytes
 from distexp.strategies.base import fused_update_error, load_strategy
@@ -74,6 +78,8 @@ def fast_values(config: Config) -> Mapping[str, Any]:
     if errors:
         raise ConfigError(errors)
     chosen = {**_model_values(config), **_image_values(config), **values}
+    if config.train.activation_checkpointing == "offload" and chosen.get("train.compile") in WHOLE_MODEL:
+        chosen["train.compile"] = "blocks"
     excluded = unshared(config) + (("train.compile",) if config.train.activation_checkpointing == "selective" else ())
     return {key: value for key, value in chosen.items() if key not in excluded}
 
@@ -105,10 +111,9 @@ def _image_values(config: Config) -> Mapping[str, Any]:
 
 
 def _model_values(config: Config) -> Mapping[str, Any]:
-    # Only the models of distexp can all compute the logits of targets alone.
     if not config.model.traits.is_causal or not config.model._target_.startswith("distexp.models."):
         return {}
-    # With all logits, their fp32 copy is the largest tensor, and it limits the micro-batch.
+    # Other models may need all logits. Their fp32 copy is the largest tensor, and limits the micro-batch.
     return {"train.loss": "chunked"} if config.train.logits == "all" else {"train.logits": "targets"}
 
 
@@ -190,7 +195,7 @@ def _channels_last_errors(config: Config) -> Iterator[str]:
 def _compute_weights_errors(config: Config) -> Iterator[str]:
     if config.train.compute_weights != "step":
         return
-    if config.precision.name != "bf16":
+    if config.precision.outside_products != "bf16":
         yield (
             f"train.compute_weights=step is for precision=bf16, but this run has precision={config.precision.name}: "
             "use precision=bf16, or leave it out"
@@ -236,22 +241,22 @@ def without_hydra(composed: DictConfig) -> DictConfig:
 
 def to_dataclasses(composed: DictConfig) -> Config:
     """Convert a composed configuration to dataclasses. Raise ConfigError for a wrong key, value or reference."""
-    unknown = sorted({*_unknown_keys(composed, Config)} - {"hydra"})
-    if unknown:
+    if unknown := sorted({*_unknown_keys(composed, Config)} - {"hydra"}):
         raise ConfigError([f"{key} is not a key of the configuration: leave it out" for key in unknown])
+    if deleted := [f"~{spec.name}" for spec in fields(Config) if spec.name not in composed]:
+        raise ConfigError([f"{typed} deletes what every run has: leave it out" for typed in deleted])
     try:
         # Hydra has checked the types. Merging into the schema again would take 20 ms per run.
         values = {spec.name: composed[spec.name] for spec in fields(Config)}
         typed: dict[str, Any] = {
             name: OmegaConf.to_object(value) if OmegaConf.is_config(value) else value for name, value in values.items()
         }
-    except MissingMandatoryValue as error:
-        missing = ", ".join(sorted(OmegaConf.missing_keys(without_hydra(composed))))
-        example = " to a hub id or a folder, for example model.name=bigscience/bloom-560m"
-        raise ConfigError(f"{missing} is required: set it{example if missing == 'model.name' else ''}") from error
+    except (MissingMandatoryValue, InterpolationToMissingValueError) as error:
+        raise ConfigError(explain_missing(without_hydra(composed), error)) from error
     except OmegaConfBaseException as error:
-        raise ConfigError(str(error).splitlines()[0]) from error
-    return Config(**typed)
+        raise ConfigError(reference_errors(composed) or first_line(error)) from error
+    check_types(config := Config(**typed))
+    return config
 
 
 def _unknown_keys(section: DictConfig, schema: Any) -> Iterator[str]:
@@ -293,7 +298,7 @@ def foreign_options(overrides: Iterable[str], configs: Iterable[Config | None]) 
         return
     names = ",".join(config.strategy.name for config in chosen)
     read = [load_strategy(config).section for config in chosen]
-    used = f"this run has strategy={names}" if len(chosen) == 1 else f"these runs have strategy={names}"
+    used = f"{'this run has' if len(chosen) == 1 else 'these runs have'} strategy={names}"
     for text in options:
         (section, _, name), value = key_of(text).partition("."), plain_value(parse([text])[0].value())
         if section not in read and value != vars(sections()[section]()).get(name):
@@ -307,14 +312,11 @@ def implied_strategy(group: str, option: str) -> str | None:
 
     A preset only suggests a strategy: the command line may choose another one.
     """
-    path = conf_dir() / group / f"{option}.yaml"
-    if group == "experiment" or not path.is_file():
+    if group == "experiment" or not (path := conf_dir() / group / f"{option}.yaml").is_file():
         return None
     content: Any = OmegaConf.load(path)
-    for entry in content.get("defaults", []):
-        if OmegaConf.is_dict(entry) and OVERRIDE in entry:
-            return str(entry[OVERRIDE])
-    return None
+    entries = (entry for entry in content.get("defaults", []) if OmegaConf.is_dict(entry) and OVERRIDE in entry)
+    return next((str(entry[OVERRIDE]) for entry in entries), None)
 
 
 def choose_profile_steps(config: Config) -> None:
@@ -366,6 +368,7 @@ CROSS_CHECKS: tuple[Step, ...] = (
     section_checks.check_plan,
     section_checks.check_adapter,
     resources.check_device,
+    resources.check_low_bits,
     resources.check_strategy,
     parallel_errors,
     resources.check_trainer,

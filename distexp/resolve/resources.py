@@ -5,10 +5,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import fields
 from functools import cache, lru_cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
-from distexp.config import ClusterConfig, Config, ConfigError, DatasetConfig, ModelConfig
+from distexp.config import WHOLE_MODEL, ClusterConfig, Command, Config, ConfigError, DatasetConfig, ModelConfig
 from distexp.config.custom_code import PAGE, check_not_abstract, check_returned, check_target, locate, shorten_errors
 from distexp.config.fields import info_of
 from distexp.config.keys import get_value, schema_fields, set_value
@@ -152,6 +153,55 @@ def check_device(config: Config) -> Iterator[str]:
         yield "dataset.cache=gpu needs a GPU, but this run is on cpu: choose dataset.cache=cpu"
     if config.offload.pin_memory and not on_gpu:
         yield "offload=pinned needs a GPU, but this run is on cpu: choose offload=true or offload=false"
+
+
+def check_low_bits(config: Config) -> Iterator[str]:
+    """Yield an error for each setting that excludes activations on the CPU, states in 8 bits, or float8."""
+    if config.train.activation_checkpointing == "offload" and config.train.compiled in WHOLE_MODEL:
+        yield (
+            f"train.activation_checkpointing=offload moves the inputs of blocks, which train.compile="
+            f"{config.train.compiled} has in one graph: use train.compile=blocks"
+        )
+    if config.train.optimizer == "adamw8bit":
+        excluded = ("offload=true",) if config.offload.enabled else ()
+        why = "rounds the states in blocks of each shard"
+        yield from _low_bits_errors(config, "train.optimizer=adamw8bit", "train.optimizer=adamw", excluded, why)
+    if config.precision.name == "float8":
+        checkpointing = "train.activation_checkpointing=selective"
+        excluded = (
+            *(("adapter=lora",) if config.adapter.freezes_model else ()),
+            *((checkpointing,) if config.train.activation_checkpointing == "selective" else ()),
+            *(("command=choose",) if config.command == Command.CHOOSE else ()),
+        )
+        why = "scales each tensor of a micro-batch by its largest value"
+        yield from _low_bits_errors(config, "precision=float8", "precision=bf16", excluded, why)
+        if config.cluster.device != "cuda":
+            yield "precision=float8 needs a GPU, but this run is on cpu: choose precision=bf16 or fp32"
+
+
+def _low_bits_errors(
+    config: Config, typed: str, alone: str, excluded: Sequence[str], why_not_equal: str
+) -> Iterator[str]:
+    """Yield an error for each setting that excludes an option of torchao, with what to type in its place."""
+    engine = config.engine.name
+    if find_spec("torchao") is None:
+        yield f"{typed} needs the library torchao: pip install 'distexp[lowbits]', or use {alone}"
+    if engine != "native":
+        yield f"{typed} is not supported by engine={engine}: use engine=native, or {alone}"
+    elif not load_strategy(config).supports_low_bits:
+        yield (
+            f"{typed} is not supported by strategy={config.strategy.name}, which computes and keeps the states by "
+            f"itself: use strategy=ddp or fsdp, or {alone}"
+        )
+    for text in excluded:
+        yield f"{typed} is not supported with {text}: leave that out, or use {alone}"
+    for text, instead in degrees(config):
+        yield f"{typed} was not compared with one worker for {text}: use {instead}, or {alone}"
+    if config.command == Command.VERIFY:
+        yield (
+            f"{typed} cannot be compared weight by weight, because it {why_not_equal}: add {alone} to verify the "
+            f"strategy, and compare the losses of trainings with {typed}"
+        )
 
 
 def make_paths_absolute(config: Config) -> None:

@@ -134,6 +134,15 @@ def check_adapter(config: Config) -> Iterator[str]:
             if value != vars(default)[key]:
                 yield f"adapter.{key}={value} has no effect with adapter=none: add adapter=lora, or leave it out"
         return
+    for key, names in (("targets", adapter.targets), ("modules_to_save", adapter.modules_to_save)):
+        if wrong := [name for name in names or () if set("*+?()[]{}|^$\\ ") & set(name)]:
+            yield (
+                f"adapter.{key} contains {wrong[0]}, but it takes ends of names and no regular expressions: write the "
+                "last part of the names of modules, as in adapter.targets=[q_proj]"
+            )
+    width = config.model.hidden_size if config.model._target_ in model_checks.ATTENTIONS else None
+    if width is not None and adapter.rank > width:
+        yield f"adapter.rank={adapter.rank} is more than model.hidden_size={width}: use at most {width}"
     if find_spec("peft") is None:
         yield "adapter=lora needs the library peft: pip install 'distexp[adapters]', or choose adapter=none"
     if config.engine.name != "native":
@@ -321,8 +330,9 @@ def check_dataset_files(config: Config) -> Iterator[str]:
         (missing,) = set(pair) - set(given)
         yield f"{given[0]}={pair[given[0]]} is set but {missing} is not: set both or neither"
     if dataset._target_ == "distexp.data.squad.load":
-        for key, path in pair.items():
-            if path is not None and os.path.isfile(path) and (error := find_small_file_error(path)):
+        used = ((dataset.train_size, "training examples"), (dataset.eval_size, "evaluation examples"))
+        for (key, path), (size, name) in zip(pair.items(), used, strict=True):
+            if path is not None and os.path.isfile(path) and (error := find_small_file_error(path, size, name)):
                 yield f"{key}={error}"  # an error starts with the path
 
 
@@ -354,6 +364,8 @@ def check_model_files(config: Config) -> Iterator[str]:
             yield f"{key}={source} has a config.json that {error}: use a folder written by save_pretrained"
     elif looks_like_path(source):
         yield f"{key}={source} does not exist: correct the path, or use a hub id"
+    if model._target_ == "distexp.models.hf.build":
+        yield from model_checks.architecture_errors(model)
     is_causal_lm = model._target_ == "distexp.models.hf.build" and model.task == "causal_lm"
     if is_causal_lm and (error := model_checks.causality_error(model, model_checks.read_architecture(source))):
         yield error

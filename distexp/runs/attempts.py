@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import socket
@@ -155,6 +156,25 @@ class ProcessIdentity:
         """Return whether the process runs on this machine."""
         return self.is_local and processes.start_ticks(self.pid) == self.started
 
+    def holds_lock(self, run_dir: Path) -> bool:
+        """Return whether the process has the lock of a run or of its sweep open.
+
+        Anybody can write an identity into a folder. Only the launcher of a run has opened its locks. Of a process of
+        another user this is not known, and true: no signal reaches it.
+        """
+        locks = [path.stat() for path in (run_dir / names.LOCK, run_dir.parent / names.SWEEP_LOCK) if path.is_file()]
+        try:
+            opened = list(Path(f"/proc/{self.pid}/fd").iterdir())
+        except PermissionError:
+            return True
+        except OSError:
+            return False
+        for path in opened:
+            with suppress(OSError):
+                if any(os.path.samestat(path.stat(), lock) for lock in locks):
+                    return True
+        return False
+
 
 def write_launcher_process(run_dir: Path) -> None:
     """Write that this process is the launcher of a run."""
@@ -229,9 +249,14 @@ def _locked(path: Path) -> Iterator[str | None]:
 
 
 def _open_locked(path: Path) -> int | None:
-    """Open and lock a file; None if another process has the lock."""
+    """Open and lock a file; None if another process has the lock. Raise ConfigError if it is a link to another file."""
     while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+        except OSError as error:
+            if error.errno != errno.ELOOP:
+                raise
+            raise ConfigError(f"{path} is a link to another place, and no lock of distexp: remove it") from None
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

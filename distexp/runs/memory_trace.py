@@ -7,9 +7,11 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from distexp.runs.number_ranges import find_problem
 from distexp.runs.record import RunRecord
 from distexp.runs.record_sections import Built
 from distexp.system.files import open_file
+from distexp.system.typed_values import cpu_peak_mib
 from distexp.system.units import MIB
 
 CPU = "cpu"
@@ -153,14 +155,20 @@ def _parse_sample(row: dict[str, str]) -> MemorySample:
         raise ValueError(f"kind={row['kind']!r} is not {CPU} or {GPU}")
     numbers = {name: float(row[name]) if row[name] else None for name in OPTIONAL_NUMBERS}
     time_s, index = float(row["unix_time_s"]), int(row["index"])
+    for name, number in {**numbers, "unix_time_s": time_s, "index": index}.items():
+        if number is not None and (problem := find_problem(f".{name}", number)):
+            raise ValueError(f"{name}={number} {problem}")
     return MemorySample(time_s, row["phase"], row["kind"], index, source=row["source"], **numbers)
 
 
 TENSORS = "train"
 """Phase of the entries with the tensors that a rank keeps. The other phases are those of a recorded step."""
 
+KEPT_PARTS = ("parameters_mib", "gradients_mib", "optimizer_states_mib", "activations_mib")
+"""Keys of the tensors that a rank keeps."""
+
 PEAK_PARTS = (
-    *("parameters_mib", "gradients_mib", "optimizer_states_mib", "activations_mib", "logits_mib"),
+    *(*KEPT_PARTS, "logits_mib"),
     *("communication_mib", "temporaries_mib", "other_mib"),
 )
 """Keys whose sum is ``allocated_mib``. Activations contain the logits if ``logits_mib`` is None."""
@@ -173,9 +181,18 @@ def tensor_entries(memory: Mapping[str, Any]) -> list[Entry]:
     return [entry for entry in memory.get("parts") or () if entry.get("phase") == TENSORS]
 
 
+def cpu_process_mib(record: RunRecord) -> float | None:
+    """Return what the processes of a run on CPUs need in addition to tensors, on a node in MiB; None if unknown."""
+    nodes, peak, parts = record.memory.get("cpu") or (), cpu_peak_mib(record.memory), tensor_entries(record.memory)
+    if peak is None or not parts or record.config["cluster"]["device"] != "cpu":
+        return None
+    return peak - sum(float(entry.get(key) or 0.0) for entry in parts for key in KEPT_PARTS) / len(nodes)
+
+
 def peak_entries(memory: Mapping[str, Any]) -> list[Entry]:
     """Return the entries with the peaks of a recorded step, one for each rank and phase."""
-    return [entry for entry in memory.get("parts") or () if entry.get("phase") != TENSORS]
+    entries = (entry for entry in memory.get("parts") or () if entry.get("phase") != TENSORS)
+    return [entry for entry in entries if any(entry.get(name) for name in PEAK_PARTS)]
 
 
 def highest_peak(memory: Mapping[str, Any]) -> Entry | None:
@@ -186,6 +203,9 @@ def highest_peak(memory: Mapping[str, Any]) -> Entry | None:
 BYTES_PER_VALUE = 4.0
 MOMENTS = {"adamw": 2, "sgd": 1}
 """Values in fp32 that an optimizer keeps for each parameter; the one of sgd is its momentum."""
+
+STATE_VALUES = {**MOMENTS, "adamw8bit": 2 * (1 / 4 + 1 / 256)}
+"""The same as sizes: with 8 bits, 256 values have a scale in fp32. Small tensors, which are few, have more."""
 
 States = dict[str, float]
 """Bytes of ``parameters``, ``gradients`` and ``optimizer`` states for each parameter."""
@@ -212,7 +232,7 @@ def bytes_per_parameter(record: RunRecord) -> float | None:
     It is None if ``built`` does not show how the states are stored. A custom strategy may shard in another way.
     """
     built = record.built
-    moments = MOMENTS.get(record.config["train"]["optimizer"])
+    moments = STATE_VALUES.get(record.config["train"]["optimizer"])
     if built is None or moments is None or len(built.mesh) != 2:
         return None
     if built.tensor > 1 or built.pipeline > 1:  # Some weights are not cut, or the parts have different sizes.

@@ -7,6 +7,22 @@ from typing import Any
 
 from distexp.config.fields import key
 
+PARTS = {
+    "matmul": "matrix kernels",
+    "other_kernels": "other kernels",
+    "exposed_communication": "exposed communication",
+    "waiting": "waiting for other ranks",
+    "launch_idle": "GPU idle: slow launches",
+    "data_wait": "data wait",
+    "optimizer": "optimizer",
+    "host": "host work",
+    "bubble": "pipeline bubble",
+}
+"""Titles of the parts by name. ``metrics.step_breakdown`` has each one in milliseconds, as ``matmul_ms``."""
+
+HIDDEN = "hidden_communication"
+"""Communication at the same time as kernels. It is not part of the sum."""
+
 
 @dataclass
 class Metrics:
@@ -85,6 +101,7 @@ class Metrics:
             "[].optimizer_ms": "Clipping and update of the weights, in ms.",
             "[].optimizer_idle_ms": "Part of it without work for the GPU, in ms. Null: no GPU.",
             "[].host_ms": "Other work of the CPU, in ms.",
+            "[].bubble_ms": "Waiting for another stage of a pipeline, with the transfer, in ms. Null: no pipeline.",
             "[].hidden_communication_ms": "Collectives behind computation, in ms. It is not part of the sum.",
             "[].profiled_step_ms": "Duration with the overhead of the profiler, in ms.",
             "[].includes_overhead": "Whether the parts include the overhead of the profiler.",

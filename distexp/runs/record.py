@@ -12,7 +12,7 @@ import re
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import cache, lru_cache
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -20,10 +20,10 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from distexp.config import Command, Config, ConfigError
-from distexp.config.fields import FieldInfo, describe, info_of, key
-from distexp.config.keys import schema_fields
+from distexp.config.fields import describe, key
 from distexp.config.overrides import suggest_command
 from distexp.runs.metrics import Metrics
+from distexp.runs.number_ranges import number_errors
 from distexp.runs.record_sections import Built, Environment, Predicted, RunError, RunInfo, StrategyTraits
 from distexp.runs.run_dir import CHOICE, COMMAND, NON_RUN_DIRS, OUTPUTS, RECORD, RESULT, SNAPSHOT_MARKER, SPEC
 from distexp.system.files import convert_texts, one_line, open_file, read_json, read_or_none, walk, write_json
@@ -145,45 +145,6 @@ class RunRecord:
 LINE_BREAKS = re.compile(rb"\\[nrtu]|\xe2\x80[\xa8\xa9]")
 """What stands for a line break or a tab in a JSON file. Most records have none."""
 
-SIGNED = frozenset(
-    {"train_loss", "train_losses", "eval_loss", "eval_losses", "power_difference_pct", "slower_by_pct", "watchers"}
-)
-"""Keys whose numbers may be negative, as the loss of a custom model."""
-
-COUNTED = (".world_size", ".total_steps", ".steps_per_epoch")
-"""Ends of the keys whose numbers are at least 1."""
-
-
-def number_errors(raw: dict[str, Any]) -> Iterator[str]:
-    """Yield an error for each impossible number of a record: a negative time, or ``cluster.nodes`` of 0."""
-    if raw["status"] != "invalid":
-        for key, info in _limited_keys():
-            section, _, name = key.partition(".")
-            value = (raw["config"].get(section) or {}).get(name)
-            if isinstance(value, (int, float)) and (error := info.find_error(value)):
-                yield f"config.{key}={value} {error}"
-    for section in ("run", "built", "environment", "metrics", "memory", "utilization", "predicted", "preflight"):
-        yield from _negative_numbers(section, raw.get(section))
-
-
-@cache
-def _limited_keys() -> list[tuple[str, FieldInfo]]:
-    """Return each key that takes a number within limits."""
-    known = ((key, info_of(spec)) for key, spec in schema_fields())
-    return [(key, info) for key, info in known if info.at_least is not None or info.above is not None]
-
-
-def _negative_numbers(name: str, content: Any) -> Iterator[str]:
-    if isinstance(content, dict):
-        for key, value in content.items():
-            if key not in SIGNED:
-                yield from _negative_numbers(f"{name}.{key}", value)
-    elif isinstance(content, list):
-        for value in content:
-            yield from _negative_numbers(name, value)
-    elif isinstance(content, (int, float)) and content < (1 if name.endswith(COUNTED) else 0):
-        yield f"{name}={content} is too small"
-
 
 class StoredRecord(NamedTuple):
     """A record, and the path of its file."""
@@ -257,6 +218,11 @@ def describe_no_training(record: RunRecord) -> str:
     if command == Command.PREFLIGHT:
         return "is a preflight: give the directory of a training with profile=true"
     return ""
+
+
+def not_a_folder(path: Path) -> str:
+    """Return why a path is not the directory of runs, with what to give instead."""
+    return f"{path}: {'it is a file' if path.exists() else 'no such directory'}. Give that of a run or a sweep"
 
 
 def not_a_sweep(directory: Path, missing: str) -> str:

@@ -9,6 +9,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from distexp.exceptions import first_line
+from distexp.runs.metrics import HIDDEN, PARTS
+from distexp.runs.number_ranges import range_errors
 from distexp.runs.record import RunRecord
 from distexp.runs.run_dir import MICRO_BATCH, PROFILE_SUMMARY, STEP_MODEL, step_times_path
 from distexp.system import files, typed_values
@@ -23,6 +26,9 @@ GATHERS = ("all_gather", "broadcast")
 
 NEXT = "next"
 """The next segment waits for a collective."""
+
+GROUP, COPIES = "group", "copies"
+"""Axes of the workers that share a model (section ``parallel``), and of those with the same part of it."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +63,7 @@ class Collective:
     kind: str  # all_reduce, all_gather, reduce_scatter, reduce, broadcast, ...
     bytes: int | None
     ranks: int  # size of its process group
-    axis: str  # ``all`` workers, or the ``shard`` or ``replicate`` axis of the mesh
+    axis: str  # ``all`` workers, the ``shard`` or ``replicate`` axis of the mesh, GROUP, or COPIES
     phase: str  # as of a segment
     micro_batch: int  # as of a segment
     host_s: float = 0.0  # time of the CPU since the last item, up to the launch
@@ -127,28 +133,52 @@ def _write_compact(path: Path, content: Any) -> None:
 
 
 def read_step_model(run_dir: Path) -> StepModel | None:
-    """Return the content of the file, or None if there is none that this version can read."""
-    content = files.read_or_none(run_dir / STEP_MODEL)
+    """Return the content of the file; None if there is none.
+
+    Raise ValueError with the file and the reason if this version cannot read it, or if a number in it is impossible.
+    """
+    path = run_dir / STEP_MODEL
     try:
-        return typed_values.parse_dataclass(StepModel, content) if content["schema"] == SCHEMA else None
-    except (ValueError, TypeError, KeyError):
+        content = files.read_json(path)
+        if not isinstance(content, dict) or content.get("schema") != SCHEMA:
+            raise ValueError(f"it is not of schema {SCHEMA}")
+        model = typed_values.parse_dataclass(StepModel, content)
+        errors = [*range_errors(content, "step"), *_model_errors(model)]
+    except FileNotFoundError:
         return None
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"{path} cannot be read: {first_line(error)}") from None
+    if errors:
+        raise ValueError(f"{path} is not a step model of distexp: {errors[0].removeprefix('step.')}")
+    return model
 
 
-PARTS = {
-    "matmul": "matrix kernels",
-    "other_kernels": "other kernels",
-    "exposed_communication": "exposed communication",
-    "waiting": "waiting for other ranks",
-    "launch_idle": "GPU idle: slow launches",
-    "data_wait": "data wait",
-    "optimizer": "optimizer",
-    "host": "host work",
-}
-"""Titles of the parts by name. ``metrics.step_breakdown`` has each one in milliseconds, as ``matmul_ms``."""
+LONGEST_ITEM = 10.0
+"""Longest part of a step, in steps. More than one, because a kernel may end in a later step than its launch."""
 
-HIDDEN = "hidden_communication"
-"""Communication at the same time as kernels. It is not part of the sum."""
+
+def _model_errors(model: StepModel) -> Iterator[str]:
+    """Yield the values that no step has."""
+    counts = {"workers": model.workers, "nodes": model.nodes, "micro_batches": model.micro_batches}
+    yield from (f"{name}={count} must be at least 1" for name, count in counts.items() if count < 1)
+    if model.step_s <= 0:
+        yield f"step_s={model.step_s:g} must be above 0"
+    if model.nodes > 1 and model.workers % model.nodes:
+        yield f"workers={model.workers} cannot be divided over nodes={model.nodes}"
+    for position, item in enumerate(model.items):
+        place = f"items[{position}]"
+        times = (
+            ("host_s", "device_s", "tail_s", "tail_half_s") if isinstance(item, Segment) else ("host_s", "transfer_s")
+        )
+        for name in times:
+            if (getattr(item, name) or 0.0) > LONGEST_ITEM * model.step_s:
+                yield f"{place}.{name}={getattr(item, name):g} is much longer than the step, step_s={model.step_s:g}"
+        if item.phase not in PHASES:
+            yield f"{place}.phase={item.phase} is not one of {', '.join(PHASES)}"
+        if item.micro_batch >= model.micro_batches:
+            yield f"{place}.micro_batch={item.micro_batch} is not one of {model.micro_batches}"
+        if isinstance(item, Collective) and not 1 <= item.ranks <= model.workers:
+            yield f"{place}.ranks={item.ranks} must be from 1 to workers={model.workers}"
 
 
 @dataclass(frozen=True)

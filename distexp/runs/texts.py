@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from distexp.exceptions import ConfigError, text_of
 from distexp.runs.record import RunRecord
 from distexp.runs.record_sections import RunError
 from distexp.runs.run_dir import DISK_RESERVE
@@ -39,9 +40,9 @@ def _refusal(error: BaseException) -> int | None:
     if isinstance(error, OSError) and error.errno is not None:
         return error.errno if error.errno in REFUSALS else None
     # torch, after the system took only a part of a checkpoint
-    if "unexpected pos " in str(error) and resource.getrlimit(resource.RLIMIT_FSIZE)[0] != resource.RLIM_INFINITY:
+    if "unexpected pos " in text_of(error) and resource.getrlimit(resource.RLIMIT_FSIZE)[0] != resource.RLIM_INFINITY:
         return errno.EFBIG
-    return next((number for number in REFUSALS if os.strerror(number) in str(error)), None)
+    return next((number for number in REFUSALS if os.strerror(number) in text_of(error)), None)
 
 
 def free_bytes(folder: Path) -> int:
@@ -60,7 +61,9 @@ def lacks_inodes(folder: Path) -> bool:
 
 def full_disk_error(error: BaseException, run_dir: Path, phase: str, rank: int | None = None) -> RunError:
     """Return the error for the record of a run that ended because a file system refused to write."""
-    return RunError("DiskFull", _full_disk_message(error, run_dir), phase, rank)
+    # A ConfigError already names its folder, such as that of the cache, and the hint.
+    message = str(error) if isinstance(error, ConfigError) else _full_disk_message(error, run_dir)
+    return RunError("DiskFull", message, phase, rank)
 
 
 def _full_disk_message(error: BaseException, run_dir: Path) -> str:
@@ -195,7 +198,9 @@ GPU_IS_FULL = re.compile(
 )
 """Texts of torch's allocator, also inside of an error of its compiler; of cuBLAS and cuDNN; and of CUDA and NCCL."""
 
-HOST_IS_FULL = re.compile(r"MemoryError|std::bad_alloc|\[Errno 12\]|(?i:(can't|cannot) allocate memory|out of memory)")
+HOST_IS_FULL = re.compile(
+    r"MemoryError|std::bad_alloc|\[Errno 12\]|failed to map segment|(?i:(can't|cannot) allocate memory|out of memory)"
+)
 
 
 def out_of_memory_status(error_type: str, message: str) -> str | None:

@@ -7,7 +7,8 @@ OOPSLA 2007). It has two sources:
 - Step times: the standard error of a run's speed by batch means, as in ``distexp.measure.clock.speed_error``.
 
 The noise of a speed is the larger of the two. Other metrics have the first one only. Without repeats, speeds and memory
-on CPU have at least the noise of other programs on the machine.
+on CPU have at least the noise of other programs on the machine. Memory on CPU decides only what is more than Python and
+the libraries need, also with repeats: these may be shared with an earlier run, and are no property of a strategy.
 """
 
 from __future__ import annotations
@@ -23,9 +24,13 @@ SINGLE_CPU_RUN = 0.4
 """Least relative noise of a speed on CPU without repeats, because other programs share the cores.
 Equal runs on two cores differed by 1.7x, although the steps of each were even."""
 
+SINGLE_STEP = 1.0
+"""Relative noise of a speed that is from one step, which has no deviation. So it decides nothing."""
+
 CPU_MEMORY_MIB = 200.0
-"""Noise of the peak CPU memory of a run without repeats, in MiB. The kernel divides the pages of libraries among all
+"""Least noise of the peak CPU memory of a run, in MiB. The kernel divides the pages of libraries among all
 processes that map them: equal runs had 710 MiB alone, and 541 MiB next to four idle processes that import torch."""
+
 
 T_95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)
 """97.5 % quantiles of Student's t distribution for 1 to 9 degrees of freedom."""
@@ -97,6 +102,15 @@ def speed_noise(steps: float | None, device: object, *, repeats: float | None = 
     """Return the relative noise of a speed: the largest one that is known; None if none is."""
     floor = SINGLE_CPU_RUN if repeats is None and device == "cpu" else None
     return max((noise for noise in (steps, repeats, floor) if noise is not None), default=None)
+
+
+def cpu_memory_noise(processes: Iterable[float | None]) -> float:
+    """Return the noise of a peak on CPU in MiB, from what the processes of some runs need in addition to tensors.
+
+    The smallest known one counts, because the others may contain temporary tensors. The noise of a difference is
+    sqrt(2) times as large. So runs that differ by less than their processes need are equal.
+    """
+    return max(CPU_MEMORY_MIB, min((mib for mib in processes if mib), default=0.0) / sqrt(2))
 
 
 def is_within_noise(one: Spread, other: Spread) -> bool | None:

@@ -89,6 +89,7 @@ class Strategy(Traits, ABC):
     fuses_update: ClassVar[bool] = False  # whether ``train.fused_update`` is supported
     keeps_channels_last: ClassVar[bool] = False  # whether ``train.channels_last`` is supported
     gives_whole_matrices: ClassVar[bool] = False  # whether ``train.optimizer=muon`` is supported
+    supports_low_bits: ClassVar[bool] = False  # whether ``train.optimizer=adamw8bit``, ``precision=float8`` work
     fixes_accumulation: ClassVar[bool] = False  # whether ``setup`` fixes the number of micro-batches per step
     hf_adapter: ClassVar[str | None] = None  # dotted name of the HFAdapter class for ``engine=hf_trainer``
 
@@ -226,7 +227,7 @@ def whole_model_values(config: Config) -> dict[str, Any]:
     """Return the fast values of a strategy that runs the whole model on each worker, and fuses the update."""
     values: dict[str, Any] = {}
     native = config.engine.name == "native"
-    if native and config.precision.name == "bf16":
+    if native and config.precision.outside_products == "bf16":
         values["train.compute_weights"] = "step"
     if native and config.model.traits.is_image and config.cluster.device == "cuda":
         values["train.channels_last"] = True

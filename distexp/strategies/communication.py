@@ -14,7 +14,20 @@ from typing import TYPE_CHECKING, ClassVar
 from distexp.config import Config
 from distexp.distributed.context import Context
 from distexp.runs import step_files
-from distexp.runs.step_files import BACKWARD, FORWARD, NEXT, OPTIMIZER, Collective, Item, Parameters, Segment, StepModel
+from distexp.runs.step_files import (
+    BACKWARD,
+    COPIES,
+    FORWARD,
+    GROUP,
+    NEXT,
+    OPTIMIZER,
+    Collective,
+    Item,
+    Parameters,
+    Segment,
+    StepModel,
+)
+from distexp.strategies.parallel.checks import bubble_share
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -25,6 +38,9 @@ assumption, for a run in which one worker skips them."""
 
 SCALAR_BYTES = 4
 """Size of a sum over the workers, as that of the gradient norm."""
+
+LARGEST_SUM = 8
+"""Bytes of the largest sum of one number over all workers, such as the targets of a step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +55,10 @@ class StepCommunication:
     gradient_bytes: int = 4  # bytes per element of a reduced gradient
     offloads: bool = False  # whether the optimizer states are in CPU memory, so that the CPU updates the weights
     trained_share: float = 1.0  # share of the parameters that have gradients and are updated
+    group: int = 1  # workers that share a model (section ``parallel``)
+    cuts_weights: bool = False  # whether each of them has a part of all weights: ``parallel.tensor`` or ``.pipeline``
+    pipeline: int = 1  # ``parallel.pipeline``
+    schedule: str = "1f1b"  # ``parallel.schedule``
 
     is_planned: ClassVar[bool] = False  # whether ``plan`` knows them before a run on several workers shows them
 
@@ -61,6 +81,25 @@ class StepCommunication:
     def gathers_once(self) -> bool:
         """Return whether weights are gathered in the first micro-batch and kept for the others."""
         return False
+
+    def copies(self, workers: int) -> int:
+        """Return how many workers have the same part of the weights, if the strategy shards nothing."""
+        return max(1, workers // self.group) if self.cuts_weights else workers
+
+    def is_of_group(self, item: Collective) -> bool:
+        """Return whether a collective of a profiled run is one between workers that share a model."""
+        if self.group == 1 or item.transfer_s is None:
+            return False
+        if not self.cuts_weights:
+            return item.kind == "all_to_all"
+        is_sum = item.kind == "all_reduce" and (item.bytes or 0) <= LARGEST_SUM
+        # gloo states no sizes. Workers with shared matrices sum activations, and those of a pipeline numbers only.
+        return item.phase != OPTIMIZER and not (is_sum and (item.bytes or self.pipeline > 1))
+
+    def pass_ratio(self, before: int, after: int) -> float:
+        """Return how much longer the passes of a pipeline take with another number of micro-batches."""
+        first, second = (count / (1 - bubble_share(self.pipeline, self.schedule, count)) for count in (before, after))
+        return second / first
 
     def mesh(self, workers: int, nodes: int) -> tuple[int, int]:
         """Return the number of replicas, and the workers over which each is sharded."""
@@ -98,7 +137,8 @@ def element_count(model: StepModel) -> int:
 
 def is_gradient_reduction(item: Item) -> bool:
     """Return whether an item reduces gradients."""
-    return isinstance(item, Collective) and item.phase == BACKWARD and item.kind in step_files.REDUCTIONS
+    reduces = isinstance(item, Collective) and item.kind in step_files.REDUCTIONS and item.axis != GROUP
+    return reduces and item.phase == BACKWARD
 
 
 def work(item: Item) -> float:
@@ -189,9 +229,14 @@ def sharding_of(config: Config) -> Sharding:
 
 def mesh_shape(config: Config) -> tuple[int, int]:
     """Return the mesh axes (replicate, shard)."""
-    cluster, replicas = config.cluster, config.fsdp.replicas
-    workers = cluster.world_size // config.parallel.tensor
-    return sharding_of(config).mesh_shape(workers, nodes=cluster.nodes, replicas=replicas)
+    return sharding_of(config).mesh_shape(
+        sharding_workers(config), nodes=config.cluster.nodes, replicas=config.fsdp.replicas
+    )
+
+
+def sharding_workers(config: Config) -> int:
+    """Return how many workers have the same part of the model, which the strategy shards or replicates over them."""
+    return config.cluster.world_size // (config.parallel.tensor * config.parallel.pipeline)
 
 
 ONE_WORKER_AXIS = {
@@ -202,16 +247,31 @@ ONE_WORKER_AXIS = {
 """What a mesh does whose axes (replicate, shard) have one worker or more."""
 
 
-DATA, TENSOR = "data", "tensor"
-"""Axes of the mesh with ``parallel.tensor``. Workers that share layers have consecutive ranks, on one node."""
+TORCH_PREFETCH = {"forward_prefetch": 0, "backward_prefetch": 1}
+"""Number of blocks that torch prefetches by default."""
 
 
-def build_shared_mesh(context: Context) -> DeviceMesh:
-    """Build the mesh (data, tensor)."""
+DATA, STAGES, TENSOR = "data", "pipeline", "tensor"
+"""Axes of the mesh of the section ``parallel``. Workers that share layers have consecutive ranks, on one node."""
+
+REPLICATE, SHARD = "replicate", "shard"
+"""Axes of a mesh with replicas. With the section ``parallel`` they are in place of DATA."""
+
+
+def build_shared_mesh(config: Config, context: Context) -> DeviceMesh:
+    """Build the mesh (data, pipeline, tensor), without the last two axes if they have one worker."""
     from torch.distributed.device_mesh import init_device_mesh
 
-    shape = (context.data_parallel, context.tensor)
-    return init_device_mesh(context.device.type, shape, mesh_dim_names=(DATA, TENSOR))
+    axes = {DATA: sharding_workers(config)}
+    if not sharding_of(config).shards_over_all_workers:
+        axes = dict(zip((REPLICATE, SHARD), _replicated_shape(config, context), strict=True))
+    axes |= {name: size for name, size in ((STAGES, context.stages), (TENSOR, context.tensor)) if size > 1}
+    return init_device_mesh(context.device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+
+
+def data_mesh(shared: DeviceMesh) -> DeviceMesh:
+    """Return the mesh of the workers that have the same part of the model."""
+    return shared[DATA] if DATA in (shared.mesh_dim_names or ()) else shared[REPLICATE, SHARD]
 
 
 EXPERT_DATA, EXPERT = "expert_data", "expert"
@@ -227,18 +287,24 @@ def build_expert_mesh(config: Config, context: Context) -> DeviceMesh:
 
 
 def build_mesh(config: Config, context: Context) -> DeviceMesh:
-    """Build the mesh; rank 0 prints a note if an axis has only one worker."""
+    """Build the mesh of a strategy without the section ``parallel``."""
     from torch.distributed.device_mesh import init_device_mesh
 
-    replicate, shard = mesh_shape(config)
     if sharding_of(config).shards_over_all_workers:
-        return init_device_mesh(context.device.type, (shard,), mesh_dim_names=("shard",))
+        return init_device_mesh(context.device.type, mesh_shape(config)[1:], mesh_dim_names=(SHARD,))
+    shape = _replicated_shape(config, context)
+    return init_device_mesh(context.device.type, shape, mesh_dim_names=(REPLICATE, SHARD))
+
+
+def _replicated_shape(config: Config, context: Context) -> tuple[int, int]:
+    """Return the axes of a mesh with replicas; rank 0 prints a note if one of them has only one worker."""
+    replicate, shard = mesh_shape(config)
     if context.rank == 0 and (effect := ONE_WORKER_AXIS.get((replicate == 1, shard == 1))):
         print(
             f"sharding={config.fsdp.sharding}: the mesh (replicate, shard) is ({replicate}, {shard}), {effect}",
             flush=True,
         )
-    return init_device_mesh(context.device.type, (replicate, shard), mesh_dim_names=("replicate", "shard"))
+    return replicate, shard
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -275,7 +341,7 @@ class FSDPCommunication(StepCommunication):
         if not self.shards_optimizer:
             sizes = [sum(unit.reduced) * self.gradient_bytes for unit in reversed(model.units) if unit.reduced]
             return add_norm(insert_buckets(items, sizes, micro_batches - 1, awaited=OPTIMIZER))
-        if any(isinstance(item, Collective) and item.axis == "shard" and item.bytes for item in items):
+        if any(isinstance(item, Collective) and item.axis in ("shard", COPIES) and item.bytes for item in items):
             return add_norm(items)
         return add_norm(self._plan_units(items, model.units, micro_batches))
 

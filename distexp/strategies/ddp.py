@@ -5,15 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from distexp.config import WHOLE_MODEL, Config
 from distexp.config.model_checks import searches_micro_batch
 from distexp.distributed.context import Context
-from distexp.runs.step_files import NEXT, OPTIMIZER, Collective, Item, StepModel
+from distexp.runs.step_files import BACKWARD, COPIES, NEXT, OPTIMIZER, Collective, Item, StepModel
 from distexp.strategies.base import FAST_BUCKET_MB, DistributedModel, Strategy, whole_model_values
-from distexp.strategies.communication import StepCommunication, insert_buckets, is_gradient_reduction
-from distexp.strategies.parallel.checks import degrees, schedule_of, shares_weights
+from distexp.strategies.communication import (
+    StepCommunication,
+    insert_buckets,
+    is_gradient_reduction,
+    sharding_workers,
+)
+from distexp.strategies.parallel.checks import degrees, expected_stages, shares_weights
 from distexp.strategies.single import offload_errors
 from distexp.strategies.traits import Advice, CpuMemory, ProfiledStep, Settings, common_values, setting
 from distexp.system.units import MIB
@@ -56,6 +62,11 @@ class DDPCommunication(StepCommunication):
     def plan(self, items: list[Item], model: StepModel, micro_batches: int) -> list[Item]:
         """Return the items with an all-reduce for each bucket, at the places that the trace has for them."""
         buckets, last = self.buckets(model), micro_batches - 1
+        if self.pipeline > 1:  # After the schedule, the gradients of each parameter are reduced.
+            first = next((i for i, item in enumerate(items) if item.phase == OPTIMIZER), len(items))
+            elements = (count for unit in model.units for count in unit.reduced)
+            reduce = partial(Collective, "all_reduce", ranks=1, axis=COPIES, phase=BACKWARD, micro_batch=last)
+            return [*items[:first], *(reduce(bytes=count * self.gradient_bytes) for count in elements), *items[first:]]
         known = {
             position: item
             for position, item in enumerate(items)
@@ -88,6 +99,7 @@ class DDP(Strategy):
     fuses_update: ClassVar[bool] = True
     keeps_channels_last: ClassVar[bool] = True
     gives_whole_matrices: ClassVar[bool] = True
+    supports_low_bits: ClassVar[bool] = True
     hf_adapter: ClassVar[str | None] = "distexp.engines.hf_adapters.DDPAdapter"
     equals_reference: ClassVar[bool] = True
     complexity: ClassVar[int] = 1
@@ -136,7 +148,7 @@ class DDP(Strategy):
                 f"ddp.{changed[0]}={getattr(config.ddp, changed[0])} has no effect with {typed}, whose replicas use "
                 "the units of FSDP: leave it out"
             )
-        if config.parallel.pipeline > 1 and changed:
+        elif config.parallel.pipeline > 1 and changed:
             errors.append(
                 f"ddp.{changed[0]}={getattr(config.ddp, changed[0])} has no effect with parallel.pipeline="
                 f"{config.parallel.pipeline}, whose gradients are reduced after the schedule: leave it out"
@@ -164,13 +176,12 @@ class DDP(Strategy):
 
     def expected_build(self, config: Config) -> Mapping[str, Any]:
         """Require a DistributedDataParallel module over all workers, or copies of shared layers."""
+        workers, stages = config.cluster.world_size, expected_stages(config)
         if shares_weights(config):
-            mesh = {"mesh": [config.data_parallel, 1], "tensor": config.parallel.tensor}
-            mesh["expert"] = config.parallel.expert
-            return {"wrapper": "replicate", "world_size": config.cluster.world_size, **mesh}
-        workers = config.cluster.world_size
-        if config.parallel.pipeline > 1:
-            stages = {"pipeline": config.parallel.pipeline, "schedule": schedule_of(config)}
+            parallel, copies = config.parallel, sharding_workers(config)
+            mesh = {"mesh": [copies, 1], "tensor": parallel.tensor, "context": parallel.context}
+            return {"wrapper": "replicate", "world_size": workers, **mesh, "expert": parallel.expert, **stages}
+        if stages:
             return {"wrapper": "pipeline", "world_size": workers, "mesh": [config.data_parallel, 1], **stages}
         return {
             "wrapper": "DistributedDataParallel",
@@ -184,14 +195,15 @@ class DDP(Strategy):
 
     def setup(self, blueprint: Blueprint, config: Config, context: Context) -> DistributedModel:
         """Initialize the model on its device and wrap it."""
+        if context.stages > 1:
+            from distexp.strategies.fsdp_units import replicate
+            from distexp.strategies.parallel.pipeline import pipeline_model
+
+            return pipeline_model(blueprint, config, context, replicate if shares_weights(config) else None)
         if shares_weights(config):
             from distexp.strategies.fsdp_units import replicate_units
 
             return replicate_units(blueprint, config, context)
-        if context.stages > 1:
-            from distexp.strategies.parallel.pipeline import pipeline_model
-
-            return pipeline_model(blueprint, config, context)
         from torch.nn.parallel import DistributedDataParallel
 
         from distexp.models.transforms import set_memory_format
@@ -231,7 +243,7 @@ class DDP(Strategy):
 
     def advice(self, bottleneck: str, step: ProfiledStep) -> Iterator[Advice]:
         """Yield smaller gradients and fewer reductions against communication."""
-        if bottleneck != "exposed_communication":
+        if bottleneck not in ("exposed_communication", "bubble"):
             return
         yield from self.fewer_shared_layers(step)
         yield from _smaller_bubble(step)

@@ -9,13 +9,18 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 from distexp.config import Config
 from distexp.distributed.context import Context
 from distexp.strategies.base import DistributedModel, Strategy, block_values
-from distexp.strategies.communication import FSDPCommunication, Sharding, mesh_shape, sharding_of
-from distexp.strategies.parallel.checks import degrees, shares_weights
+from distexp.strategies.communication import (
+    TORCH_PREFETCH,
+    FSDPCommunication,
+    Sharding,
+    mesh_shape,
+    sharding_of,
+    sharding_workers,
+)
+from distexp.strategies.parallel.checks import degrees, expected_stages
 from distexp.strategies.traits import Advice, CpuMemory, Option, ProfiledStep, Settings, common_values, setting
 
 if TYPE_CHECKING:
-    from torch.distributed.fsdp import FSDPModule
-
     from distexp.models.blueprint import Blueprint
 
 PRELOAD = ("torch.distributed.fsdp",)
@@ -29,6 +34,7 @@ class FSDP(Strategy):
     """Parameters, gradients and optimizer states sharded over the workers."""
 
     gives_whole_matrices: ClassVar[bool] = True
+    supports_low_bits: ClassVar[bool] = True
     hf_adapter: ClassVar[str | None] = "distexp.engines.hf_adapters.FSDPAdapter"
     equals_reference: ClassVar[bool] = True
     complexity: ClassVar[int] = 2
@@ -59,32 +65,25 @@ class FSDP(Strategy):
         return {**block_values(config), **({"fsdp.blocks_per_unit": "auto"} if native else {})}
 
     def validate(self, config: Config) -> list[str]:
-        """Check that the replicas divide the workers, and that the mesh has at most two axes."""
-        if config.parallel.pipeline > 1:
+        """Check that the replicas divide the workers, and that no mesh has copies of shards besides other axes."""
+        if config.parallel.pipeline > 1 and config.fsdp.wrap != "auto":
             return [
-                f"parallel.pipeline={config.parallel.pipeline} is not supported by strategy=fsdp: choose strategy=ddp, "
-                "or parallel.pipeline=1"
+                f"fsdp.wrap={config.fsdp.wrap} is not supported by parallel.pipeline={config.parallel.pipeline}, whose "
+                "stages are made of blocks: use fsdp.wrap=auto, or parallel.pipeline=1"
             ]
-        if shares_weights(config) and not sharding_of(config).shards_over_all_workers:
-            typed = next(text for text, _ in degrees(config))
+        if config.parallel.expert > 1 and not sharding_of(config).shards_over_all_workers:
+            without = "" if config.fsdp.replicas is None else ", without fsdp.replicas"
             return [
-                f"{typed} with sharding={config.fsdp.sharding} needs a mesh of three axes, which is not supported: "
-                "choose sharding=full_shard, sharding=shard_grad_op or strategy=ddp"
+                f"parallel.expert={config.parallel.expert} with sharding={config.fsdp.sharding} is not supported, "
+                "because the experts have a mesh without replicas: choose sharding=full_shard, "
+                f"sharding=shard_grad_op or strategy=ddp{without}"
             ]
-        replicas, workers = config.fsdp.replicas, config.cluster.world_size
-        if replicas is None:
-            return []
-        if sharding_of(config) is not Sharding.HYBRID_SHARD:
+        if config.fsdp.replicas is not None and sharding_of(config) is not Sharding.HYBRID_SHARD:
             return [
-                f"fsdp.replicas={replicas} has no effect with sharding={config.fsdp.sharding}: "
+                f"fsdp.replicas={config.fsdp.replicas} has no effect with sharding={config.fsdp.sharding}: "
                 "leave it out, or choose sharding=hybrid_shard"
             ]
-        if replicas < 1 or workers % replicas:
-            return [
-                f"fsdp.replicas={replicas} must divide the {config.cluster.nodes} x "
-                f"{config.cluster.workers_per_node} = {workers} workers"
-            ]
-        return []
+        return _replica_errors(config) if sharding_of(config) is Sharding.HYBRID_SHARD else []
 
     def hf_errors(self, config: Config) -> list[str]:
         """Refuse meshes and prefetch options that accelerate does not support."""
@@ -139,16 +138,21 @@ class FSDP(Strategy):
             "tensor": config.parallel.tensor,
             "context": config.parallel.context,
             "expert": config.parallel.expert,
+            **expected_stages(config),
             "offload": "parameters+gradients+optimizer" if config.offload.enabled else "none",
         }
 
     def setup(self, blueprint: Blueprint, config: Config, context: Context) -> DistributedModel:
         """Initialize and shard one unit at a time, then build the optimizer."""
-        from torch.distributed.fsdp import FSDPModule
+        from torch.distributed.fsdp import FSDPModule, fully_shard
 
         from distexp.strategies.fsdp_units import MissingGradients, read_distribution, shard_units
         from distexp.strategies.torch_model import TorchModel
 
+        if context.stages > 1:
+            from distexp.strategies.parallel.pipeline import pipeline_model
+
+            return pipeline_model(blueprint, config, context, fully_shard)
         model = blueprint.model
         units = shard_units(blueprint, config, context)
         wrapped = cast(FSDPModule, model)
@@ -202,15 +206,14 @@ class FSDP(Strategy):
         yield from step.larger_micro_batch(2)
 
 
-TORCH_PREFETCH = {"forward_prefetch": 0, "backward_prefetch": 1}
-"""Number of blocks that torch prefetches by default."""
-
-
-def set_prefetch(units: list[FSDPModule], config: Config) -> None:
-    """Set which units are gathered while another one computes. The units are in forward order."""
-    ahead, behind = config.fsdp.forward_prefetch, config.fsdp.backward_prefetch
-    for position, unit in enumerate(units):
-        if ahead:
-            unit.set_modules_to_forward_prefetch(units[position + 1 : position + 1 + ahead])
-        if behind != TORCH_PREFETCH["backward_prefetch"]:
-            unit.set_modules_to_backward_prefetch(units[max(0, position - behind) : position][::-1])
+def _replica_errors(config: Config) -> list[str]:
+    """Check that the replicas divide the workers that have the same part of the model."""
+    typed, workers, nodes = config.fsdp.replicas, sharding_workers(config), config.cluster.nodes
+    replicas = nodes if typed is None else typed
+    if replicas > 0 and workers % replicas == 0:
+        return []
+    what = f"fsdp.replicas={typed}" if typed is not None else f"sharding=hybrid_shard, with {nodes} replicas for nodes,"
+    total, ways = config.cluster.world_size, " ".join(text for text, _ in degrees(config))
+    counted = f"{workers} groups of {ways}" if workers < total else f"{total} workers"
+    fitting = max(number for number in range(1, max(1, replicas) + 1) if workers % number == 0)
+    return [f"{what} must divide the {counted}: use fsdp.replicas={fitting}"]

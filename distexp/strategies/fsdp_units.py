@@ -24,17 +24,18 @@ from distexp.distributed.process_group import gather_to_all
 from distexp.models.blueprint import Blueprint, check_dimensions, find_embeddings, has_tied_embeddings
 from distexp.models.transforms import NO_UNITS, NamedModules, find_units
 from distexp.strategies.communication import (
-    DATA,
     EXPERT,
     TENSOR,
+    TORCH_PREFETCH,
     build_expert_mesh,
     build_mesh,
     build_shared_mesh,
+    data_mesh,
     sharding_of,
 )
-from distexp.strategies.fsdp import set_prefetch
 from distexp.strategies.parallel.expert import ExpertCutter, split_by_mesh
-from distexp.strategies.parallel.tensor import Cutter
+from distexp.strategies.parallel.stages import PipelineCut
+from distexp.strategies.parallel.tensor import Cutter, has_parameters
 from distexp.strategies.torch_model import DTYPES, Distribution, TorchModel, check_equal_use
 from distexp.system.torch_internals.collectives import (
     REPLICATION,
@@ -61,10 +62,64 @@ class Unit:
 
 
 def shard_units(
-    blueprint: Blueprint, config: Config, context: Context, shard: Callable[..., Any] | None = None
+    blueprint: Blueprint,
+    config: Config,
+    context: Context,
+    shard: Callable[..., Any] | None = None,
+    stages: PipelineCut | None = None,
 ) -> list[nn.Module]:
-    """Initialize the units, and shard them by FSDP or another function; return the blocks, or the model without any."""
+    """Initialize the units, and shard them by FSDP or another function; return the blocks, or the model without any.
+
+    With ``stages`` they are the units and blocks of this worker.
+    """
     model, shard = blueprint.model, shard or fsdp.fully_shard
+    units, groups = _plan_units(model, config, context)
+    policy = _policy(config, context)
+    cutters: list[Cutter | ExpertCutter] = []
+    sharing: Callable[[], int] | None = None
+    if stages is not None or context.tensor > 1:
+        mesh = build_shared_mesh(config, context) if stages is None else stages.mesh
+        policy["mesh"] = data_mesh(mesh)
+        if context.tensor > 1:
+            cutter = Cutter(model, config, context, mesh[TENSOR])
+            cutters, sharing = [cutter], cutter.region.workers_with_own_tokens
+    if config.parallel.expert > 1:
+        cutters.append(ExpertCutter(model, build_expert_mesh(config, context), shard, policy, sharing))
+    for unit in units:
+        for module in unit.modules:
+            blueprint.materialize(module)
+            if stages is not None:
+                stages.remove_foreign(module.modules())
+            for cut in cutters:
+                cut(module)
+        if stages is not None:
+            unit.modules[:] = [each for each in unit.modules if each is model or has_parameters(each)]
+        reshard = {"reshard_after_forward": False} if unit.is_needed_first else {}
+        if unit.modules:
+            shard(unit.modules if len(unit.modules) > 1 else unit.modules[0], **{**policy, **reshard})
+    for cut in cutters if stages is None or stages.last in stages.own else ():
+        cut.finish()
+    if stages is not None:
+        stages.finish()
+    groups = [group for group in groups if group]
+    _set_prefetch([cast(fsdp.FSDPModule, group[0]) for group in groups], config)
+    if reduces_zeros(model) and stages is None:  # MissingGradients, which removes the zeros, knows no stages.
+        cast(Any, model).set_reduce_scatter_unused_params(True)
+    return [block for group in groups for block in group] or [model]
+
+
+def _set_prefetch(units: list[fsdp.FSDPModule], config: Config) -> None:
+    """Set which units are gathered while another one computes. The units are in forward order."""
+    ahead, behind = config.fsdp.forward_prefetch, config.fsdp.backward_prefetch
+    for position, unit in enumerate(units):
+        if ahead:
+            unit.set_modules_to_forward_prefetch(units[position + 1 : position + 1 + ahead])
+        if behind != TORCH_PREFETCH["backward_prefetch"]:
+            unit.set_modules_to_backward_prefetch(units[max(0, position - behind) : position][::-1])
+
+
+def _plan_units(model: nn.Module, config: Config, context: Context) -> tuple[list[Unit], list[list[nn.Module]]]:
+    """Return the units in the order in which they are sharded, and the blocks of each in forward order."""
     check_dimensions(model, "sharding by FSDP")
     named_blocks = find_units(model, config.fsdp.wrap)
     _check_shared_weights(model, named_blocks, config.fsdp.wrap)
@@ -84,36 +139,17 @@ def shard_units(
     units = [Unit(groups[index]) for index in order]
     units += [] if is_one_unit else _embedding_units(model, blocks)
     units.append(Unit([model], is_needed_first=bool(blocks)))
-    policy = _policy(config, context)
-    cut: Cutter | ExpertCutter | None = None
-    if context.tensor > 1:
-        mesh = build_shared_mesh(context)
-        policy["mesh"], cut = mesh[DATA], Cutter(model, config, context, mesh[TENSOR])
-    elif config.parallel.expert > 1:
-        cut = ExpertCutter(model, build_expert_mesh(config, context), shard, policy)
-    for unit in units:
-        for module in unit.modules:
-            blueprint.materialize(module)
-            if cut is not None:
-                cut(module)
-        reshard = {"reshard_after_forward": False} if unit.is_needed_first else {}
-        shard(unit.modules if len(unit.modules) > 1 else unit.modules[0], **{**policy, **reshard})
-    if cut is not None:
-        cut.finish()
-    set_prefetch([cast(fsdp.FSDPModule, group[0]) for group in groups], config)
-    if reduces_zeros(model):
-        cast(Any, model).set_reduce_scatter_unused_params(True)
-    return blocks or [model]
+    return units, groups
+
+
+def replicate(modules: Any, *, reshard_after_forward: bool, shard_placement_fn: Any = None, **policy: Any) -> None:
+    """Copy units in place of sharding them."""
+    private_module(REPLICATION, "replicate").replicate(modules, **policy)
 
 
 def replicate_units(blueprint: Blueprint, config: Config, context: Context) -> TorchModel:
     """Return a model whose layers are shared by some workers, and copied by others, with the units of FSDP."""
-    replicate = private_module(REPLICATION, "replicate").replicate
-
-    def copy(modules: Any, *, reshard_after_forward: bool, shard_placement_fn: Any = None, **policy: Any) -> None:
-        replicate(modules, **policy)
-
-    units = shard_units(blueprint, config, context, copy)
+    units = shard_units(blueprint, config, context, replicate)
     model: Any = blueprint.model
 
     def sync_context(last_micro: bool) -> AbstractContextManager[None]:
@@ -132,12 +168,12 @@ def replicate_units(blueprint: Blueprint, config: Config, context: Context) -> T
 
 def _policy(config: Config, context: Context) -> dict[str, Any]:
     policy: dict[str, Any] = {
-        "mesh": build_mesh(config, context) if context.tensor == 1 else None,
+        "mesh": build_mesh(config, context) if context.tensor == context.stages == 1 else None,
         "reshard_after_forward": sharding_of(config).reshards_after_forward,
     }
     if config.precision.name != "fp32":
         policy["mp_policy"] = fsdp.MixedPrecisionPolicy(
-            param_dtype=DTYPES[config.precision.name], reduce_dtype=torch.float32
+            param_dtype=DTYPES[config.precision.outside_products], reduce_dtype=torch.float32
         )
     if config.offload.enabled:
         policy["offload_policy"] = fsdp.CPUOffloadPolicy(pin_memory=config.offload.pin_memory)

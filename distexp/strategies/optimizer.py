@@ -81,7 +81,7 @@ def _dimensions(parameter: nn.Parameter) -> int:
 
 
 def build_optimizer(model: nn.Module, train: TrainConfig, *, fused: bool) -> torch.optim.Optimizer:
-    """Build AdamW, on request with its fused kernel, SGD or Muon; the loop sets the learning rate before each step.
+    """Build AdamW, on request with its fused kernel or 8 bits, SGD or Muon; the loop sets the learning rate.
 
     If fp16's loss scaling skips the first step, fused SGD leaves the momentum uninitialized. ResNet-50 diverged by it.
     Raise ConfigError if Muon finds no matrices.
@@ -92,6 +92,10 @@ def build_optimizer(model: nn.Module, train: TrainConfig, *, fused: bool) -> tor
     if train.optimizer == "muon":
         return MuonAdamW(model, train, fused=fused)
     beta1, beta2 = train.betas
+    if train.optimizer == "adamw8bit":
+        from distexp.models.low_bits import EightBitAdamW
+
+        return EightBitAdamW(groups, lr=train.learning_rate, betas=(beta1, beta2), eps=train.eps)
     return torch.optim.AdamW(groups, lr=train.learning_rate, betas=(beta1, beta2), eps=train.eps, fused=fused)
 
 
@@ -166,6 +170,9 @@ def add_missing_states(optimizer: torch.optim.Optimizer) -> None:
             examples[kind] = parameter.shape, state
     for parameter, kind in kinds.items():
         if kind in examples and not optimizer.state.get(parameter):
+            if hasattr(optimizer, "new_state"):  # The shape of a weight decides how many bits its states have.
+                optimizer.state[parameter] = optimizer.new_state(parameter)
+                continue
             shape, example = examples[kind]
             optimizer.state[parameter] = {
                 name: torch.zeros_like(parameter if value.shape == shape else value)

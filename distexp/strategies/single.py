@@ -36,6 +36,7 @@ class Single(Strategy):
     fuses_update: ClassVar[bool] = True
     keeps_channels_last: ClassVar[bool] = True
     gives_whole_matrices: ClassVar[bool] = True
+    supports_low_bits: ClassVar[bool] = True
     hf_adapter: ClassVar[str | None] = "distexp.engines.hf_adapters.SingleAdapter"
     is_reference: ClassVar[bool] = True
     complexity: ClassVar[int] = 0

@@ -88,7 +88,7 @@ class TorchModel:
         self.reduces_masters = isinstance(module, DistributedDataParallel)  # by MasterReduction
         self.compiled = config.train.compiled
         self.only_trained = config.adapter.freezes_model  # in checkpoints and exported weights
-        dtype = DTYPES[config.precision.name]
+        dtype = DTYPES[config.precision.outside_products]
         needs_autocast = autocast and weights is None and dtype != torch.float32
         self.autocast = torch.autocast(context.device.type, dtype, enabled=needs_autocast)
         # A single micro-batch leaves its gradients to the update, in place of collecting them.
@@ -196,6 +196,8 @@ class TorchModel:
         adapters = ", adapters only" if self.only_trained else ""
         if fused_rows(self.module):  # Their rows are in the order of these workers.
             adapters += f", parallel.tensor={self.tensor}"
+        if hasattr(self.optimizer, "block_size"):  # Each worker quantizes the states of its shards.
+            adapters += f", states in 8 bits, shards={self.distribution().mesh[1]}"
         return "torch" + (" with a loss scale" if self.scaler.is_enabled() else "") + adapters
 
     def _state(self) -> dict[str, Any]:
@@ -256,6 +258,8 @@ class TorchModel:
             built.compute_weights, built.compute_dtype = "step", dtype_name(self.copies.dtype)
         elif autocast_dtype is not None:
             built.compute_weights = "autocast"
+        if any(type(part).__name__ == "Float8Linear" for part in self.module.modules()):
+            built.compute_dtype += ", products in float8"
         return built
 
 

@@ -9,6 +9,7 @@ from distexp.config import Config
 from distexp.hardware.facts import facts
 from distexp.runs.record_sections import Built
 from distexp.strategies.communication import StepCommunication
+from distexp.strategies.parallel.checks import CONTEXT, EXPERT, PIPELINE, SCHEDULE, TENSOR
 
 Settings = Config | Mapping[str, Any]
 """A resolved configuration, or that of a record."""
@@ -33,8 +34,17 @@ def setting(config: Settings, key: str) -> Any:
 
 def common_values(config: Settings) -> dict[str, Any]:
     """Return the values of a StepCommunication that gathers weights in the precision and reduces gradients in fp32."""
-    half = setting(config, "precision.name") in ("bf16", "fp16")
-    return {"weight_bytes": 2 if half else 4, "gradient_bytes": 4, "offloads": bool(setting(config, "offload.enabled"))}
+    half = setting(config, "precision.name") in ("bf16", "fp16", "float8")
+    tensor, context, expert, pipeline = (int(setting(config, key) or 1) for key in (TENSOR, CONTEXT, EXPERT, PIPELINE))
+    return {
+        "weight_bytes": 2 if half else 4,
+        "gradient_bytes": 4,
+        "offloads": bool(setting(config, "offload.enabled")),
+        "group": tensor * context * expert * pipeline,
+        "cuts_weights": tensor * pipeline > 1,
+        "pipeline": pipeline,
+        "schedule": setting(config, SCHEDULE) or "1f1b",
+    }
 
 
 @dataclass(frozen=True)
@@ -177,10 +187,11 @@ class Traits:
         known = facts().processes.communicator_mib
         workers, degree = config.cluster.world_size, setting(config, "parallel.tensor") or 1
         # With two axes, the mesh has two more communicators. That they need as much as the first is an assumption.
-        axes = sum(size > 1 for size in (degree, workers // degree)) if degree > 1 else 0
+        stages = setting(config, "parallel.pipeline") or 1
+        axes = (degree > 1) + (degree * stages > 1 and workers > degree * stages)
         axes += (setting(config, "parallel.context") or 1) > 1
         # Stages have a group, and messages: 850 MiB in docs/results/pipeline_h200.json.
-        axes += 3 * ((setting(config, "parallel.pipeline") or 1) > 1)
+        axes += 3 * (stages > 1)
         if (degree := setting(config, "parallel.expert") or 1) > 1:  # the tokens, and the gradients of the experts
             axes += 1 + (workers > degree)
         return known * (1 + axes) if workers > 1 else 0.0
@@ -210,7 +221,7 @@ class Traits:
         return self.is_compilable
 
     def advice(self, bottleneck: str, step: ProfiledStep) -> Iterator[Advice]:
-        """Yield options against launch_idle, exposed_communication, data_wait, optimizer, host or compute."""
+        """Yield options against launch_idle, exposed_communication, data_wait, optimizer, host, bubble or compute."""
         yield from ()
 
     @staticmethod

@@ -4,7 +4,6 @@ import errno
 import json
 import math
 import os
-import re
 import shutil
 import stat
 import sys
@@ -14,6 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
+from distexp.exceptions import CONTROL, printable
 from distexp.system.units import MIB
 
 PACKAGE = Path(__file__).resolve().parent.parent
@@ -266,15 +266,6 @@ def _parse(lines: Iterable[str]) -> list[Entry]:
         with suppress(ValueError):
             found.append(parse_json(line))
     return [entry for entry in found if isinstance(entry, dict)]
-
-
-CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
-"""Characters that change the state of a terminal or the direction of a text, or that no file can contain."""
-
-
-def printable(text: str) -> str:
-    """Replace control characters, except line breaks and tabs, by visible escape codes."""
-    return CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 def one_line(text: str) -> str:

@@ -10,10 +10,12 @@ from dataclasses import dataclass, replace
 
 from rich import box
 from rich.cells import cell_len
-from rich.console import Console, RenderableType, RenderResult
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
+from distexp.exceptions import printable
 from distexp.system.silence import allows_live_lines
 
 GAP = 2  # spaces between two columns; one of them is part of rich's box
@@ -149,12 +151,21 @@ def build_table(columns: Sequence[Column], status_styles: Sequence[str] = ()) ->
     return table
 
 
-def make_console() -> Console:
-    """Return a console as wide as the terminal; without one, as PIPED_WIDTH."""
-    console = Console(emoji=False)
+class SafeConsole(Console):
+    """A console that shows control characters, as in the name of a folder, and does not obey them."""
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
+        """Yield the segments of a renderable. Styles are not in their texts."""
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else Segment(printable(segment.text), segment.style)
+
+
+def make_console(piped_width: int = PIPED_WIDTH) -> Console:
+    """Return a console as wide as the terminal, or as COLUMNS; without both, as ``piped_width``."""
+    console = SafeConsole(emoji=False)
     if console.is_terminal or "COLUMNS" in os.environ:
         return console
-    return Console(width=PIPED_WIDTH, emoji=False)
+    return SafeConsole(width=piped_width, emoji=False)
 
 
 def print_plain(console: Console, text: str, style: str | None = None) -> None:

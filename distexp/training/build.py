@@ -117,6 +117,10 @@ def model_factory(config: Config, data: TaskData) -> Callable[[], nn.Module]:
             raise ConfigError(f"model._target_={target} returned a module without forward(): add it, as in {PAGE}")
         if config.model.task == "sequence_classification" and isinstance(data.collate, text.TextCollate):
             task_models.set_padding(model, data.collate.pad_id)
+        if config.precision.name == "float8":
+            from distexp.models.low_bits import use_float8
+
+            use_float8(model, transforms.find_units(model, config.fsdp.wrap))
         return add_adapter(model, config)
 
     return build_checked

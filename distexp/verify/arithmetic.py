@@ -155,7 +155,6 @@ def explain_update(updates: Mapping[str, Update], old_factor: float, bound: floa
     detail: dict[str, Any] = {
         "skipped": largest(change) <= 1e-3 * largest(right),
         "ratio": scale_of(change, right),
-        "rounded": all(torch.equal(each.new, each.new.bfloat16().float()) for each in updates.values()),
         "unchanged": share_of_zeros(change, right, bound),
         "formula": _formula(updates, old_factor, bound),
     }
@@ -173,12 +172,11 @@ def explain_update(updates: Mapping[str, Update], old_factor: float, bound: floa
 
 def _formula(updates: Mapping[str, Update], old_factor: float, bound: float) -> str | None:
     """Return the wrong formula by which all updates are right."""
-    fits: set[str] | None = None
+    fits = set(WRONG_FORMULAS)
     for each in updates.values():
         scale = bound * largest(each.new - each.old) + 8 * EPS * largest(each.old)
-        found = {name for name, new in each.wrong_formulas(old_factor).items() if distance(each.new, new) <= scale}
-        fits = found if fits is None else fits & found
-    return next((name for name in WRONG_FORMULAS if name in (fits or ())), None)
+        fits &= {name for name, new in each.wrong_formulas(old_factor).items() if distance(each.new, new) <= scale}
+    return next((name for name in WRONG_FORMULAS if name in fits), None)
 
 
 def explain_gradients(
@@ -201,7 +199,7 @@ def explain_gradients(
         distance(found[name], scale * right[name]) < 0.02 * largest(found[name])
         for name, scale in detail["scales"].items()
     )
-    detail["zeros"] = share_of_zeros(wrong, whole, 1e-3)
+    detail["zeros"] = share_of_zeros(wrong, whole, 1e-4)
     detail["rounded"] = all(torch.equal(found[name], found[name].bfloat16().float()) for name in names)
     if not sums:
         return detail

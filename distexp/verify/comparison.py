@@ -8,6 +8,7 @@ never count (FLOOR).
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -138,7 +139,7 @@ class Comparison:
         if variant["gradients"] and None not in reported:
             bound = NORM_BOUND[self.precision]
             errors = {f"rank {rank}": (relative(each, norm), bound) for rank, each in enumerate(reported)}
-            self.add("norm", step, errors, reported=reported, true=norm)
+            self.add("norm", step, errors, reported=reported, true=norm, limit=self.variant.settings.clipping)
         self._compare_groups(number)
         followed = self._check_update(number, norm)
         for key in reference["states"]:
@@ -161,10 +162,8 @@ class Comparison:
         """
         right, noisy = (each.steps[number]["gradients"] for each in (self.reference, self.noise))
         least = NEGLIGIBLE * max(map(largest, right.values()), default=0.0)
-        return max(
-            (distance(noisy[name], each) / max(largest(each), least, 1e-30) for name, each in right.items()),
-            default=0.0,
-        )
+        errors = (distance(noisy[name], each) / max(largest(each), least, 1e-30) for name, each in right.items())
+        return max(errors, default=0.0)
 
     def _drift(self, number: int) -> float:
         """Return how far the weights of a step are from the reference, as a multiple of the noise run; at least 1.
@@ -212,11 +211,9 @@ class Comparison:
         runs, before = self._runs(), len(self.findings)
         gradients = [each.steps[number]["gradients"] for each in runs]
         if self.variant.records_clipped:
-            factors = [self._clip_factor(each.steps[number]["norm"]) for each in runs[:2]]
-            gradients[:2] = [
-                {name: each * factor for name, each in named.items()}
-                for named, factor in zip(gradients, factors, strict=False)
-            ]
+            for position, run in enumerate(runs[:2]):
+                factor = self._clip_factor(run.steps[number]["norm"])
+                gradients[position] = {name: each * factor for name, each in gradients[position].items()}
         self._compare_tensors("gradient", number + 1, gradients)
         for finding in self.findings[before:]:
             earlier = self.variant.steps[number - 1]["gradients"] if number else None
@@ -228,7 +225,7 @@ class Comparison:
             limit = self.variant.settings.clipping
             if limit is not None and not self.variant.records_clipped:
                 found, right = (each.steps[number]["true_norm"] for each in (self.variant, self.reference))
-                finding.detail |= {"clipped": limit} if found <= 1.001 * limit < right else {}
+                finding.detail |= {"limit": limit, "is_clipped": found <= 1.001 * limit} if limit < right else {}
 
     def _clip_factor(self, norm: float) -> float:
         limit = self.variant.settings.clipping
@@ -285,6 +282,8 @@ class Comparison:
         if updates:
             old_factor = self._clip_factor(before.get("true_norm", norm)) if limit is not None else 1.0
             context |= explain_update(updates, old_factor, UPDATE_BOUND[self.precision])
+            new = [variant["weights"][name] for name in variant["gradients"]]
+            context["rounded"] = all(torch.equal(each, each.bfloat16().float()) for each in new)
         self.add("update", number + 1, errors, **context)
         return set(errors)
 
@@ -308,10 +307,7 @@ class Comparison:
     def _compare_samples(self) -> None:
         """Compare the samples and labels of each step, of all ranks together."""
         known = have_labels(self.reference) and have_labels(self.variant)
-        expected, found = (
-            [rows_of_step(each.ranks, number, has_labels=known) for number in range(min(map(len, each.ranks)))]
-            for each in (self.reference, self.variant)
-        )
+        expected, found = (rows_of_steps(each.ranks, has_labels=known) for each in (self.reference, self.variant))
         if len(found) != len(expected):
             detail = {"reason": "steps", "value": len(found), "expected": len(expected)}
             self.add("samples", len(found), {"samples": (1.0, 0.5)}, **detail)
@@ -339,9 +335,8 @@ def compare_resumed(compared: Comparison, second: Recording) -> None:
         restored = second.initial["states"].get(key, {})
         found._compare_tensors("resume", done, [tensors, tensors, restored], what=f"state {key}")
     known = have_labels(first)
-    right = [rows_of_step(first.ranks, number, has_labels=known) for number in range(done, len(first.steps))]
-    rows = [rows_of_step(second.ranks, number, has_labels=known) for number in range(len(second.steps))]
-    found.add("resume", done + 1, {"samples": (float(rows != right), 0.5)}, what="samples")
+    right, rows = (rows_of_steps(each.ranks, has_labels=known) for each in (first, second))
+    found.add("resume", done + 1, {"samples": (float(rows != right[done:]), 0.5)}, what="samples")
     after, own = first.steps[-1], second.steps[-1]
     rates = [each["groups"][0].get("lr") if each["groups"] else None for each in (own, after)]
     found.add("resume", done + 1, {"lr": (differs(*rates), 1e-6)}, what="lr", value=rates[0], expected=rates[1])
@@ -357,13 +352,14 @@ def compare_resumed(compared: Comparison, second: Recording) -> None:
 Rows = Counter[tuple[str, str]]
 
 
-def rows_of_step(ranks: Sequence[Sequence[Mapping[str, Any]]], number: int, *, has_labels: bool = True) -> Rows:
-    """Return the hashes of inputs and labels of all samples of a step."""
-    batches = [batch for seen in ranks for batch in seen[number]["batches"]]
-    labels = [batch["labels"] if has_labels else [""] * len(batch["inputs"]) for batch in batches]
-    return Counter(
-        pair for batch, own in zip(batches, labels, strict=True) for pair in zip(batch["inputs"], own, strict=False)
-    )
+def rows_of_steps(ranks: Sequence[Sequence[Mapping[str, Any]]], *, has_labels: bool) -> list[Rows]:
+    """Return the hashes of inputs and labels of all samples of each step."""
+    steps = ([batch for seen in step for batch in seen["batches"]] for step in zip(*ranks, strict=False))
+    unknown = None if has_labels else repeat("")
+    return [
+        Counter(pair for each in step for pair in zip(each["inputs"], unknown or each["labels"], strict=False))
+        for step in steps
+    ]
 
 
 def have_labels(recording: Recording) -> bool:

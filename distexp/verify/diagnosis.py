@@ -47,9 +47,8 @@ def first_finding(findings: Sequence[Finding]) -> Finding:
     """Return the finding that causes the others: that of the first step, and of the first kind in it."""
 
     def order(finding: Finding) -> tuple[int, bool, int]:
-        follows_update = finding.kind in ("mode", "buffer", "evaluation", "exported")
-        follows_update |= finding.detail.get("when") == "evaluation"
-        return finding.step, follows_update, KINDS.index(finding.kind)
+        is_late = finding.kind in ("mode", "buffer", "evaluation", "exported")
+        return finding.step, is_late or finding.detail.get("when") == "evaluation", KINDS.index(finding.kind)
 
     return min(findings, key=order)
 
@@ -90,6 +89,8 @@ class Explanation:
             found = f"the {first.kind} of the optimizer is {detail['value']} instead of {detail['expected']}"
             return Cause("hyperparameter", f"{found}: it is not that of the configuration")
         values = f": {detail['value']:.6g} instead of {detail['expected']:.6g}" if "expected" in detail else ""
+        if values and self._is(detail["value"], self.workers * detail["expected"]):
+            values += f", so it is summed over the {self.workers} workers"
         texts = {
             "initial": f"the initial weights are not those of the seed, first {first.worst}: weights are not loaded, "
             "broadcast or cast as in single",
@@ -149,8 +150,8 @@ class Explanation:
         """Return the cause of gradients that are made of those of single; None if they are not."""
         detail = first.detail
         small = detail.get("residual", 1.0) < 10 * self.close
-        if "clipped" in detail:
-            return Cause("clipped_early", f"the gradients of {where} are clipped to the norm {detail['clipped']:g} "
+        if detail.get("is_clipped"):
+            return Cause("clipped_early", f"the gradients of {where} are clipped to the norm {detail['limit']:g} "
                          "before they are reduced or measured: each rank clips its own gradients")  # fmt: skip
         if small and abs(detail.get("previous", 0.0)) > 0.05:
             if max(map(abs, detail["parts"])) < 0.05:
@@ -167,26 +168,30 @@ class Explanation:
     def _other_gradient(self, first: Finding, where: str) -> Cause:
         """Return the cause of gradients that are no sum of those of the micro-batches."""
         detail = first.detail
-        if detail["are_multiples"]:
-            few = ", ".join(f"{name} {scale:.2f}" for name, scale in list(detail["scales"].items())[:3])
-            return Cause("scaled_differently", f"the gradients of {where} are scaled by different factors: {few}")
         if detail["zeros"]:
             share = f"{detail['zeros']:.1%} of the gradients of {where} are 0, and the others are right"
             return Cause("gradient_lost", f"{share}: those of some rows, tokens or of a shard are lost")
+        if detail["are_multiples"] and not all(self._is(scale, 1.0) for scale in detail["scales"].values()):
+            few = ", ".join(f"{name} {scale:.2f}" for name, scale in list(detail["scales"].items())[:3])
+            return Cause("scaled_differently", f"the gradients of {where} are scaled by different factors: {few}")
         found = f"the gradients of {where} are no multiples of those of single (relative error {first.error:.1e})"
         if self._has("loss", first.step):
-            return Cause("forward", f"{found}: the loss differs too, so the forward pass computes something else")
-        return Cause("gradient_other", f"{found}: the loss is equal, so the backward or the reduction is wrong")
+            return Cause("forward", f"{found}: the loss differs too, so the forward pass has other positions, masks, "
+                         "buffers, targets or products")  # fmt: skip
+        return Cause("gradient_other", f"{found}: the loss is equal, so the backward or reduction is probably wrong")
 
     def _has(self, kind: str, step: int) -> bool:
         return any(each.kind == kind and each.step == step for each in self.findings)
 
-    def _factor(self, first: Finding, where: str) -> Cause:
+    def _factor(self, first: Finding, where: str) -> Cause | None:
         factor, workers, steps = first.detail["scale"], self.workers, self.accumulation
-        if self._is(factor, 1.0):
-            return Cause("rounded", f"the gradients of {where} differ by {first.error:.1e} from those of single, as by "
-                         "rounding: they are computed, added or reduced with fewer bits")  # fmt: skip
-        found = f"the gradients of {where} are {factor:.4g} times those of single"
+        if self._is(factor, 1.0):  # Rounding of gradients does not change the loss of the same step.
+            rounded = f"the gradients of {where} differ by {first.error:.1e} from those of single, as by rounding"
+            text = f"{rounded}: they are computed, added or reduced with fewer bits"
+            return None if self._has("loss", first.step) else Cause("rounded", text)
+        since = f" in step {first.step}, not before" if first.step > 1 else ""
+        found = f"the gradients of {where} are {factor:.4g} times those of single{since}"
+        targets = sum(first.detail["targets"])
         known = (
             ("summed", workers, f"summed over the {workers} workers, not averaged"),
             ("averaged_twice", 1 / workers, f"divided by the {workers} workers once too often"),
@@ -194,6 +199,7 @@ class Explanation:
             ("accumulation_twice", 1 / steps, f"divided by the {steps} micro-batches once too often"),
             ("summed_twice", workers * steps, f"summed over {workers} workers and {steps} micro-batches, not averaged"),
             ("divided_by_all", 1 / workers / steps, f"divided by {workers} workers x {steps} micro-batches too often"),
+            ("not_normalized", targets, f"not divided by the {targets} targets of the step"),
         )
         for name, value, text in known:
             if value != 1 and self._is(factor, value):
@@ -222,7 +228,7 @@ class Explanation:
         if lost:
             return Cause("micro_batches_lost", f"the gradients of {where} lack those of the micro-batches "
                          f"{_list([micro + 1 for micro in lost])} of {len(by_micro)}: accumulation overwrites or "
-                         "clears them")  # fmt: skip
+                         f"clears them{', or each micro-batch is clipped' if 'limit' in detail else ''}")  # fmt: skip
         if any(is_zero.values()):
             return Cause("partly_reduced", f"the gradients of {where} lack those of other ranks in some "
                          "micro-batches: only a part of the accumulated gradients is synchronized")  # fmt: skip
@@ -233,16 +239,13 @@ class Explanation:
     ) -> Cause | None:
         if all(abs(parts[p] - parts[known[0]]) < 0.02 for p in known):
             return None
-        size = len(parts)
-        of_rank = [sum(targets[rank::ranks]) for rank in range(ranks)]
-        of_micro = [sum(targets[start : start + ranks]) for start in range(0, size, ranks)]
-        rules = {
-            "of each micro-batch": [1 / targets[p] if targets[p] else 0.0 for p in range(size)],
-            "of each rank": [1 / max(1, of_rank[p % ranks]) for p in range(size)],
-            "of each accumulation step": [1 / max(1, of_micro[p // ranks]) for p in range(size)],
+        divisors = {
+            "of each micro-batch": targets,
+            "of each rank": [sum(targets[p % ranks :: ranks]) for p in range(len(parts))],
+            "of each accumulation step": [sum(targets[p - p % ranks :][:ranks]) for p in range(len(parts))],
         }
-        for name, weights in rules.items():
-            ratios = [parts[p] / weights[p] for p in known]
+        for name, counts in divisors.items():
+            ratios = [parts[p] * counts[p] for p in known]
             mean = sum(ratios) / len(ratios)
             if mean and all(abs(ratio / mean - 1) < 0.02 + self.close for ratio in ratios):
                 return Cause("mean_of_means", f"the loss is the mean {name}, and then the mean of these means: with "
@@ -252,14 +255,14 @@ class Explanation:
         return Cause("micro_batch_weights", f"the gradients of {where} count the micro-batches {shown} times, not once")
 
     def _norm(self, first: Finding) -> Cause:
-        reported, true = first.detail["reported"], first.detail["true"]
-        shown = (
-            f"the gradient norm is {true:.6g}, but {_list([f'{value:.6g}' for value in dict.fromkeys(reported)])} is"
-        )
+        reported, true = first.detail["reported"], max(first.detail["true"], 1e-30)
+        values = _list([f"{value:.6g}" for value in dict.fromkeys(reported)])
+        shown = f"the gradient norm is {true:.6g}, but {values} is reported"
         if max(reported) - min(reported) > 1e-4 * true:
-            return Cause("norm_local", f"{shown} reported, another one on each rank: each has the norm of its part")
-        ratio, workers = reported[0] / max(true, 1e-30), self.workers
+            return Cause("norm_local", f"{shown}, another one on each rank: each has the norm of its part")
+        ratio, workers = reported[0] / true, self.workers
         known = {
+            "norm_clipped": ((first.detail["limit"] or -1.0) / true, "it is the norm after clipping"),
             "norm_repeated": (sqrt(workers), f"the squares of all {workers} ranks are added, though they are replicas"),
             "norm_averaged": (1 / sqrt(workers), "squares are averaged over the ranks, not added"),
             "norm_summed": (float(workers), f"it is {workers} times too large: norms of the ranks are added"),
@@ -267,10 +270,12 @@ class Explanation:
         }
         for name, (value, text) in known.items():
             if self._is(ratio, value):
-                return Cause(name, f"{shown} reported: {text}")
+                return Cause(name, f"{shown}: {text}")
         if ratio < 1:
-            return Cause("norm_partial", f"{shown} reported: it leaves out a part of the gradients, as a shard")
-        return Cause("norm_other", f"{shown} reported: {ratio:.4g} times the norm of the gradients")
+            return Cause("norm_partial", f"{shown}: it leaves out a part of the gradients, as a shard")
+        if ratio < sqrt(workers):
+            return Cause("norm_repeated", f"{shown}: a part of the gradients counts several times, as replicas")
+        return Cause("norm_other", f"{shown}: {ratio:.4g} times the norm of the gradients")
 
     def _learning_rate(self, first: Finding) -> Cause:
         rates = [each for each in self.findings if each.kind == "lr"]
@@ -279,8 +284,8 @@ class Explanation:
         shown = f"the learning rate of step {first.step} is {value:.6g} instead of {expected:.6g}"
 
         def follows(index: Any) -> bool:
-            known = [(index(each.step - 1), each.detail["value"]) for each in rates]
-            known = [(place, rate) for place, rate in known if 0 <= place < len(planned)]
+            places = [(index(each.step - 1), each.detail["value"]) for each in rates]
+            known = [(place, rate) for place, rate in places if 0 <= place < len(planned)]
             return bool(known) and all(abs(planned[place] - rate) < 1e-6 * max(planned) for place, rate in known)
 
         if follows(lambda step: step * workers):
@@ -295,9 +300,8 @@ class Explanation:
 
     def _weight_decay(self, first: Finding) -> Cause:
         value, expected = first.detail["value"], first.detail["expected"]
-        names = f"{len(first.names)} parameters, first {first.names[0]}"
-        right = f" instead of {expected:g}" if expected else ": norms and biases should have none"
-        return Cause("weight_decay", f"{names}, have a weight decay of {value:g}{right}")
+        right = f" instead of {expected:g}" if expected else ", but norms and biases should have none"
+        return Cause("weight_decay", f"{describe_names(first.names, [])}: the weight decay is {value:g}{right}")
 
     def _ranks(self, first: Finding) -> Cause:
         detail = first.detail
@@ -305,8 +309,8 @@ class Explanation:
         others = [rank for rank, value in enumerate(differences) if value > 0]
         who = f"rank {_list(others)}" if others else "a rank"
         texts = {
-            "start": ("initial_ranks", f"{who} starts with other weights than rank 0, first {first.worst}: they "
-                      "are not broadcast, or the seed differs"),
+            "start": ("initial_ranks", f"{who} starts with other {detail['what']} than rank 0, first {first.worst}: "
+                      "they are not broadcast, or the seed differs"),
             "evaluation": ("buffers_of_ranks", f"the ranks evaluate with different buffers, first {first.worst}: they "
                            "are not broadcast from rank 0"),
             "gradients": ("not_reduced", f"the gradients of {describe_names(first.names, [])} differ between the "
@@ -320,10 +324,12 @@ class Explanation:
 
     def _update(self, first: Finding) -> Cause:
         detail, where = first.detail, self._where(first)
+        # Weights may have 16 bits from the start. Then rounding loses some updates, but not all.
+        is_rounded = detail["rounded"] and not (detail["skipped"] and len(first.names) == detail["parameters"])
         known = {
+            "weights_rounded": (is_rounded, f"the updated weights of {where} are rounded to 16 bits"),
             "update_skipped": (detail["skipped"], f"the update changes {where} by nothing: the step is skipped, or the "
                                "optimizer has other parameters than the model"),
-            "weights_rounded": (detail["rounded"], f"the updated weights of {where} are rounded to 16 bits"),
             "partly_updated": (detail["unchanged"], f"{detail['unchanged']:.0%} of the values of {where} stay as they "
                                "were, and the others are right: the update of a shard is lost"),
             detail["formula"]: (WRONG_FORMULAS.get(detail["formula"]), f"the update of {where} is wrong: "
@@ -340,8 +346,8 @@ class Explanation:
         elif detail["residual"] <= 10 * self.close and abs(decay) > 1e-3:
             return Cause("weight_decay", f"the update of {where} contains {decay:.3g} times the weights: weight decay")
         elif detail["residual"] > 10 * self.close and factor < 1:
-            return Cause("clip_not_global", f"the update of {where} is no multiple of the gradients: each parameter is "
-                         "clipped by itself, or the update is of another formula")  # fmt: skip
+            return Cause("clip_not_global", f"the update of {where} is no multiple of the gradients: parameters are "
+                         "clipped one by one or in groups, or the update is of another formula")  # fmt: skip
         if factor < 1 and (self._is(own, 1.0) or (own > 0 and "gradient_factor" in detail)):
             return self._clipping(own, norm, limit)
         text = f"the update of {where} is {detail['ratio']:.4g} times what follows from gradients, states and rate"

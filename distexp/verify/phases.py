@@ -81,8 +81,9 @@ PHASES = (
         steps=5, accumulation=3, keeps_optimizer=True, uneven=True, quick=True,
     ),
     Phase(
-        "resume", "after a checkpoint", (*UPDATES, ACTIVE_CLIPPING, "train.checkpoint_every=2"),
-        steps=3, keeps_optimizer=True, resumes=True,
+        "resume", "after a checkpoint in the second epoch",
+        (*UPDATES, ACTIVE_CLIPPING, "train.schedule=linear", "train.checkpoint_every=3"),
+        steps=2, epochs=2, keeps_optimizer=True, resumes=True,
     ),
 )  # fmt: skip
 """All phases, the simplest first. The first one that differs names the cause."""

@@ -141,6 +141,10 @@ class TensorReader:
         }
         return self._of_all_stages(whole)
 
+    def buffers(self) -> Tensors:
+        """Return the buffers of this rank, also those that are not persistent."""
+        return {name: copied(each) for name, each in self.module.named_buffers() if each.is_floating_point()}
+
     def snapshot(self, gradients: Tensors) -> dict[str, Any]:
         """Return gradients, weights, buffers, states, and what differs between the ranks; a collective."""
         weights, states, device = self.weights(), self.states(), self.device
@@ -150,6 +154,8 @@ class TensorReader:
             "weights": differing_ranks(trained, device) or differing_ranks(self.copies(), device),
             "states": differing_ranks(flat, device),
             "gradients": differing_ranks(gradients, device),
+            # Running statistics differ from the first step to an evaluation, and stages have other buffers.
+            "buffers": {} if gradients or self.cut is not None else differing_ranks(self.buffers(), device),
         }
         buffers = {name: value for name, value in weights.items() if name not in trained}
         found = {"weights": trained, "buffers": buffers, "states": states, "gradients": gradients}
@@ -263,7 +269,7 @@ class Recorder(Watcher):
         if self._micro and len(self.steps) < MICRO_STEPS:
             self._parts.append(self.reader.gradients()[0])
         buffers = dict(self.reader.module.named_buffers())
-        if (self._micro - 1) % self.settings.world_size and self._micro and self.settings.role == "reference":
+        if self._micro and (self._micro - 1) % self.settings.world_size:
             # Each rank has its own running statistics, and rank 0's are evaluated and saved.
             for name, buffer in buffers.items():
                 buffer.copy_(self._buffers[name])
@@ -288,13 +294,7 @@ class Recorder(Watcher):
             | {"groups": self._groups(), "planned_rate": planned_rate, "targets": int(data.normalizer)}
         )
         self._gradients, self._parts = {}, []
-        self.seen.append(
-            {
-                "norm": float(norm),
-                "loss": float(contribution[0]),
-                "batches": [rows_of(batch) for batch in data.micro_batches],
-            }
-        )
+        self.seen.append({"norm": float(norm), "batches": [rows_of(batch) for batch in data.micro_batches]})
         if self.context.rank:  # Only rank 0 writes tensors.
             self.steps[-1] = {}
 
@@ -302,7 +302,7 @@ class Recorder(Watcher):
         """Record the result of an evaluation, and the buffers that it used."""
         if evaluation is None:
             return
-        buffers = {name: copied(each) for name, each in self.reader.module.named_buffers() if each.is_floating_point()}
+        buffers = self.reader.buffers()
         self.evaluations.append(
             {
                 "step": len(self.seen),

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from distexp.config import ConfigError, custom_code
+from distexp.exceptions import text_of
 from distexp.runs import attempts, texts
 from distexp.runs.events import Events, ProgressWriter
 from distexp.runs.record import RunSpec
@@ -98,8 +99,17 @@ def describe_error(error: BaseException, run_dir: Path, phase: str, rank: int) -
     if not memory and not isinstance(error, ConfigError):
         with suppress(Exception):  # The error must be written even if its place in custom code cannot be determined.
             place = custom_code.custom_code_place(error, RunSpec.read(run_dir).config.trusted_packages) or None
-    message = without_tracebacks(str(error).strip()) or repr(error)
-    return RunError(type(error).__name__, message, phase, rank, place=place, memory=memory)
+    return RunError(type(error).__name__, message_of(error), phase, rank, place=place, memory=memory)
+
+
+MAX_MESSAGE = 10_000
+"""Characters of a message in a record. The log has all of them."""
+
+
+def message_of(error: BaseException) -> str:
+    """Return the message of an error without tracebacks, or its start if it is very long."""
+    message = without_tracebacks(text_of(error).strip()) or repr(error)
+    return message if len(message) <= MAX_MESSAGE else f"{message[:MAX_MESSAGE]}... (cut)"
 
 
 def without_tracebacks(message: str) -> str:

@@ -32,7 +32,7 @@ from distexp.worker.forked_trial import LATE, LONGEST, ForkedTrial, first_failur
 from distexp.worker.size_trial import SizeTrials
 
 BOUND_S = 120.0
-"""Longest time of the first step. BLOOM-560m as one graph took 53 to 63 s on an H200 (``docs/results/speed.md``). The
+"""Longest time of the first step. BLOOM-560m as one graph took 53 to 63 s on an H200 (torch 2.11). The
 bound is twice that. Gemma 3 1B as one graph was not ready after 120 s, and is as fast with compiled blocks."""
 
 REPORT_S = 5.0  # time between two lines about a compilation

@@ -8,6 +8,7 @@ import gc
 import importlib
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from itertools import chain
 from types import ModuleType
 
@@ -17,6 +18,9 @@ from distexp.system import environment_variables, files
 # Module whose ``import_compiler`` is called ahead of the workers, if a run compiles. It hashes the sources of torch and
 # triton too: 1 to 3 seconds in each worker, also if the compiled code is in the cache.
 COMPILER = "distexp.system.torch_internals.compilation"
+
+GUARD = "distexp.system.torch_internals.tensors"
+"""Module whose ``without_cuda`` keeps the other imports from initializing CUDA."""
 
 
 def own_modules(config: Config) -> list[str]:
@@ -41,10 +45,12 @@ def preload(modules: Sequence[str], device: str) -> None:
     """Import some modules and what they declare; a module that fails is left to the workers to report."""
     gc.disable()  # Imports make a million objects and no garbage: a tenth of their time is the collector's.
     # ``torch.cuda.is_available()`` asks NVML, so that it does not initialize CUDA.
-    with environment_variables.variable_set("PYTORCH_NVML_BASED_CUDA_CHECK", "1"):
-        for name in chain(("torch", "distexp.worker.rank"), _with_declared(modules, device)):
+    with environment_variables.variable_set("PYTORCH_NVML_BASED_CUDA_CHECK", "1"), ExitStack() as stack:
+        for name in chain(("torch", GUARD, "distexp.worker.rank"), _with_declared(modules, device)):
             try:
                 module = importlib.import_module(name)
+                if name == GUARD:
+                    stack.enter_context(module.without_cuda())
                 if name == COMPILER:
                     module.import_compiler()
             except Exception as error:

@@ -42,6 +42,9 @@ from distexp.training.inputs import StepPlan, TrainingInputs
 from distexp.training.metrics_logger import MetricsLogger
 from distexp.worker import compile_cache, compile_trial, size_search
 
+# Before the models are imported, and with them torchao 0.18, about one of whose classes torch 2.13 warns.
+logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)
+
 
 def run_rank(run_dir: Path, events: Events, started: float, *, launched: bool) -> None:
     """Train, and write the result on rank 0: for the launcher if there is one, otherwise as the record itself."""
@@ -57,7 +60,7 @@ def run_rank(run_dir: Path, events: Events, started: float, *, launched: bool) -
         attempts.register_manual_attempt(spec.run, run_dir)
     if spec.config.preflight.enabled:
         events.set_phase("preflight")
-        run_preflight(spec.config.preflight, context, spec.config.precision.name)
+        run_preflight(spec.config.preflight, context, spec.config.precision.outside_products)
     if spec.config.is_preflight:  # The run only measures the communication.
         record = RunRecord("completed", spec.run, asdict(spec.config), environment=rank_environment(context.device))
     else:
@@ -96,11 +99,15 @@ def write_outcome(record: RunRecord, run_dir: Path, *, launched: bool) -> None:
 def train(spec: RunSpec, context: Context, events: Events) -> RunRecord:
     """Train in the current process group and return the record. One process may train several times."""
     config = spec.config
-    if config.train.compile:
+    if config.train.compile or (config.train.optimizer == "adamw8bit" and context.device.type == "cuda"):
         folder = compile_cache.use_compile_cache()
         if context.rank == 0:
             note = "the first steps compile, which may take minutes; later runs use the cache"
             print(f"note: {note} {folder}", flush=True)
+    if config.precision.name == "float8" and config.train.compiled == "none" and context.rank == 0:
+        print(
+            "note: precision=float8 is slow without compilation: add kernels=fast, or train.compile=blocks", flush=True
+        )
     seeding.seed_everything(config.train.seed)
     events.emit(preparing="data")
     data = build.load_data(config, context)
@@ -247,14 +254,15 @@ def add_flops(record: RunRecord, config: Config, data: TaskData, logger: Metrics
     except Exception as error:  # any: the code of the model raises it, and the training is finished
         print(f"note: the FLOPs of the model are not counted: {type(error).__name__}: {error}", flush=True)
         return
+    precision = config.precision.outside_products  # There is no ceiling of float8: its utilization is that of bf16.
     per_sample, world_size = 1e12 * logger.counts.measured_samples, logger.context.world_size
     metrics.model_tflops_per_sample = flops.model / per_sample
     metrics.executed_tflops_per_sample = flops.executed / per_sample
     metrics.tflops_per_device = metrics.model_tflops_per_sample * speed / world_size
     metrics.executed_tflops_per_device = metrics.executed_tflops_per_sample * speed / world_size
-    metrics.matrix_ceiling_tflops = stored_ceiling(logger.context.device, config.precision.name)
+    metrics.matrix_ceiling_tflops = stored_ceiling(logger.context.device, precision)
     gpu_name = record.environment.gpu_name if record.environment else None
-    if peak := peak_tflops(gpu_name, config.precision.name):
+    if peak := peak_tflops(gpu_name, precision):
         metrics.mfu = metrics.tflops_per_device / peak
         metrics.hfu = metrics.executed_tflops_per_device / peak
     if ceiling := metrics.matrix_ceiling_tflops:

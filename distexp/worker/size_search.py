@@ -82,7 +82,7 @@ def _savings(config: Config) -> Iterator[str]:
     yield from strategy.smaller_states(config, workers=max(2, config.cluster.world_size))  # The user may add workers.
     if config.cluster.device == "cuda" and strategy.supports_offload(config) and not config.offload.enabled:
         yield "offload=true"
-    if config.train.activation_checkpointing is not True:
+    if config.train.activation_checkpointing not in (True, "offload"):
         yield "train.activation_checkpointing=true"
 
 

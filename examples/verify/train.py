@@ -38,3 +38,4 @@ watch.end()
 
 if workers > 1:
     dist.destroy_process_group()
+    os._exit(0)  # With torch 2.13, a thread of gloo may abort the process while Python ends.

@@ -21,8 +21,10 @@ def main() -> None:
     dist.init_process_group("nccl" if uses_gpu else "gloo")
     total = torch.tensor([rank], device=device)
     dist.all_reduce(total)
-    print(f"rank {rank} of {dist.get_world_size()}: {dist.get_backend()} on {device}, sum of all ranks {total.item()}")
+    name = f"rank {rank} of {dist.get_world_size()}"
+    print(f"{name}: {dist.get_backend()} on {device}, sum of all ranks {total.item()}", flush=True)
     dist.destroy_process_group()
+    os._exit(0)  # With torch 2.13, a thread of gloo may abort the process while Python ends.
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from hydra.core.override_parser.types import Override
 from omegaconf import OmegaConf
 
 from distexp.config import ConfigError
-from distexp.config.keys import config_groups
+from distexp.config.keys import config_groups, reference_errors
 from distexp.config.overrides import (
     MAX_CELLS,
     add_plus_prefix,
@@ -46,6 +46,8 @@ class DistexpSweeper(BasicSweeper):
                 f"cluster={self.config.cluster.name if self.config else ''} chooses no launcher of distexp: start its "
                 "file with 'defaults: [slurm]' or 'defaults: [local]'"
             )
+        if self.config and (errors := reference_errors(self.config)):
+            raise ConfigError(errors)
         self.parser = OverridesParser.create(config_loader=self.hydra_context.config_loader)
         return [self.launcher.launch(self.expand(arguments), initial_job_idx=0)]
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from benchmarks.explain import CHECKS, Run, energy_rows, main, parts_rows, silent_rows, straggler_rows
-from distexp.runs.step_files import PARTS
+from distexp.runs.metrics import PARTS
 
 
 def record(**metrics: Any) -> dict[str, Any]:
@@ -17,12 +17,13 @@ def record(**metrics: Any) -> dict[str, Any]:
 def test_parts_must_add_up_to_the_median_step() -> None:
     parts = {f"{name}_ms": 10.0 for name in PARTS}
     ranks = [{**parts, "rank": 0}, {**parts, "rank": 1, "host_ms": None}]
+    median = {"p50": 0.010 * len(PARTS)}
     records = {
-        "exact": record(step_time_s={"p50": 0.080}, step_breakdown=ranks[:1], explanation=None),
-        "off": record(step_time_s={"p50": 0.080}, step_breakdown=ranks, explanation={"sentence": "Why."}),
+        "exact": record(step_time_s=median, step_breakdown=ranks[:1], explanation=None),
+        "off": record(step_time_s=median, step_breakdown=ranks, explanation={"sentence": "Why."}),
     }
     rows = list(parts_rows(records, [Run("exact", ()), Run("off", ())]))
-    assert rows == [("exact", "step 80.0 ms, sum +0.0%: ", True), ("off", "step 80.0 ms, sum -12.5%: Why.", False)]
+    assert rows == [("exact", "step 90.0 ms, sum +0.0%: ", True), ("off", "step 90.0 ms, sum -11.1%: Why.", False)]
 
 
 def test_exposed_communication_is_compared_with_the_time_that_is_gained_without_it() -> None:

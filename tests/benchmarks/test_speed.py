@@ -173,7 +173,7 @@ def test_a_measurement_replaces_the_files_of_an_interrupted_one(
     assert not (tmp_path / "000_ours" / "run").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_all_peers_train_the_same_samples_on_a_cpu(squad_files: DatasetConfig, tmp_path: Path) -> None:
     arguments = ["--train-path", str(squad_files.train_path), "--eval-path", str(squad_files.eval_path)]
     arguments += ["--device", "cpu", "--model", "bloom_tiny", "--no-compile", "--peers"]

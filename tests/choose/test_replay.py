@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.choose import Measured, Noise, SweepCell, main, read_cells, replay
 from benchmarks.choose_simulated import LIMITS_GB as SIMULATED_LIMITS_GB
-from benchmarks.choose_simulated import MODELS, SPACES, Space, replays, summarize
+from benchmarks.choose_simulated import LONG_ROWS, MODELS, SPACES, WITH_DEGREES, Model, Space, replays, summarize
 from tests.helpers.runs import REPOSITORY
 
 RESULTS = sorted((REPOSITORY / "docs" / "results").glob("choose_*.json"))
@@ -68,6 +68,19 @@ def test_searches_on_simulated_gpus_reach_the_targets_on_average(space: Space) -
     assert found.within >= 0.95
     assert found.share <= SHARE
     assert found.out_of_memory <= 1 - COMPLETED
+
+
+@pytest.mark.parametrize("model", [MODELS[1], LONG_ROWS], ids=lambda model: model.name)
+def test_searches_with_degrees_find_the_best_of_the_enlarged_space(model: Model) -> None:
+    found = {limit: replays(WITH_DEGREES, model, limit, noise=0.02, repeats=10) for limit in LIMITS_GB}
+    summary = summarize([each for of_limit in found.values() for each in of_limit])
+    assert summary.within >= 0.95
+    assert summary.share <= SHARE
+    winners = [each.winner.overrides for each in found[40.0] if each.winner is not None]
+    shares = [any(text.startswith("parallel.") for text in overrides) for overrides in winners]
+    # A row of 16,384 tokens does not fit on one of these GPUs. Checkpointing would take longer.
+    assert len(shares) == 10
+    assert all(shares) if model is LONG_ROWS else not any(shares)
 
 
 @pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)

@@ -318,6 +318,39 @@ def test_an_unknown_memory_is_printed(
     assert ("is unknown" in error) == bool(hint)
 
 
+@pytest.mark.parametrize(
+    ("least", "typed", "planned"),
+    [
+        (2, (), {"parallel.tensor=2", "parallel.context=2"}),
+        (4, (), {"parallel.tensor=4", "parallel.context=4"}),
+        (1, (), {""}),
+        (2, ("parallel.tensor=1",), {"offload=true"}),
+    ],
+)
+def test_degrees_are_tried_by_default_if_nothing_fits_without_offloading(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], least: int, typed: tuple[str, ...], planned: set[str]
+) -> None:
+    """A GPU of 20 GB runs the training if so many workers share it, or if its states are in CPU memory."""
+
+    def estimate(config: Config) -> Estimate:
+        fits = config.parallel.copies >= least or config.offload.enabled
+        return replace(linear_estimate(config), step_mib=8_000.0 if fits else 80_000.0)
+
+    options = ("cluster.workers_per_node=4", "cluster.device=cuda", "plan.gpu_memory_gb=20", "choose.dry_run=true")
+    training = ("model=gpt_tiny", "dataset=synthetic", "train.micro_batch_size=1", "choose.output=json")
+    space = 'choose.space=["strategy=fsdp","sharding=full_shard","kernels=reference"]'
+    planner = FormulaPlanner(estimate)
+    run_search(tmp_path, FakeLauncher(), *options, *training, space, *typed, planner=planner)
+    found = json.loads(capsys.readouterr().out)
+    names = ("parallel.", "offload=true")
+    assert {
+        " ".join(text for text in each["overrides"] if text.startswith(names)) for each in found["planned"]
+    } == planned
+    offloaded = [each for each in found["candidates"] if "offload=true" in each["overrides"]]
+    reasons = [each["reason"] for each in offloaded if each["status"] == "pruned"]
+    assert typed or any(reason.startswith("offloading is slower, and not needed") for reason in reasons)
+
+
 @pytest.mark.slow
 def test_a_dry_run_for_programs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_search(tmp_path, FakeLauncher(), *FEW, "choose.dry_run=true", "choose.output=json")

@@ -9,6 +9,7 @@ import pytest
 from distexp.choose.axes import read_axes
 from distexp.choose.candidate import Candidate, Status
 from distexp.choose.loss_check import references_of
+from distexp.choose.search_output import count_reasons
 from distexp.choose.space import make_space, with_overrides
 from distexp.compose.composition import MakeCell
 from distexp.config import ConfigError
@@ -134,6 +135,30 @@ def test_overrides_of_a_candidate_replace_those_of_the_command() -> None:
     assert with_overrides(command, ["zero_stage=2", "train.micro_batch_size=8"]) == [
         *("train.seed=1", "zero_stage='2'", "train.micro_batch_size=8")
     ]
+
+
+def test_degrees_vary_with_their_own_micro_batches_and_reasons(space_of: SpaceOf) -> None:
+    entries = ["strategy=ddp,deepspeed", "zero_stage=1", "kernels=reference", "train.activation_checkpointing=false"]
+    entries.append("offload=false")
+    degrees = ["parallel.tensor=1,2", "parallel.pipeline=1,2", "parallel.schedule=gpipe,1f1b"]
+    found = space_of(["model=gpt_tiny", "dataset=synthetic"], space=[*entries, *degrees])
+    assert not any("parallel.tensor=1" in label or "parallel.pipeline=1" in label for label in labels(found))
+    assert all("parallel.pipeline=2" in label for label in labels(found) if "schedule" in label)
+    valid = {candidate.family[:-1]: set[int]() for candidate in found if candidate.config is not None}
+    for candidate in found:
+        if candidate.config is not None:
+            valid[candidate.family[:-1]].add(candidate.micro_batch)
+    rows = {1, 2, 4, 8}
+    assert valid == {
+        ("strategy=ddp",): rows,
+        ("zero_stage=1",): rows,
+        ("strategy=ddp", "parallel.tensor=2"): {*rows, 16},  # One group has all rows of the batch.
+        ("strategy=ddp", "parallel.pipeline=2", "parallel.schedule=gpipe"): {*rows, 16},
+        ("strategy=ddp", "parallel.pipeline=2", "parallel.schedule=1f1b"): rows,  # It needs two micro-batches.
+    }
+    reasons = count_reasons([candidate for candidate in found if candidate.config is None])
+    assert "parallel.tensor=2 is not supported by strategy=deepspeed" in reasons
+    assert any(reason.startswith("parallel.tensor=2 parallel.pipeline=2 have groups of") for reason in reasons)
 
 
 IMAGES = ("model=resnet_tiny", "dataset=tinyimagenet_sample")

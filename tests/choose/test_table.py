@@ -62,7 +62,7 @@ def test_many_candidates_without_a_trial_are_counted_by_reason() -> None:
         ["Not", "tried:", "7", "configurations"],
         ["4", *["its", "forecast", "is", "N", "times", "the", "time", "of", "the", "best"]],
         ["2", *["the", "budget", "of", "240", "GPU-seconds", "allows", "no", "further", "trial"]],
-        ["1", "invalid"],
+        ["1", "no", "multiple"],
     ]
 
 

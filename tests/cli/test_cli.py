@@ -14,11 +14,11 @@ import pytest
 from distexp import __version__
 from distexp.cli.arguments import normalize_arguments
 from distexp.cli.main import COMMANDS, main
-from distexp.config import Command
+from distexp.config import Command, ConfigError
 from distexp.help import main as help_main
 from distexp.runs.record import RunRecord
 from tests.helpers.records import record, write
-from tests.helpers.runs import REPOSITORY, run_distexp, run_module, start_distexp
+from tests.helpers.runs import REPOSITORY, resolve_cell, run_distexp, run_module, start_distexp
 
 WRONG = {  # command lines, with a part of their message
     "stratgy=ddp": "stratgy is not a key. Did you mean strategy?",
@@ -39,8 +39,8 @@ WRONG = {  # command lines, with a part of their message
     "strategy=FSDP": "strategy=FSDP is not an option. Did you mean fsdp? Options: ddp, deepspeed, fsdp, single\n",
     "strategy=zero2": "strategy=zero2 is not an option. Did you mean zero_stage=2? Options: ddp",
     "strategy=full_shard": "Did you mean sharding=full_shard? Options: ddp",
-    "precision=BF16": "precision=BF16 is not an option. Did you mean bf16? Options: bf16, fp16, fp32\n",
-    "precision=float16": "precision=float16 is not an option. Did you mean fp16? Options: bf16, fp16, fp32\n",
+    "precision=BF16": "precision=BF16 is not an option. Did you mean bf16? Options: bf16, float8, fp16, fp32\n",
+    "precision=float16": "precision=float16 is not an option. Did you mean fp16? Options: bf16, float8, fp16, fp32\n",
     "offload=cpu": "offload=cpu is not an option. Did you mean true? Options: false, pinned, true\n",
     "slurm.partition=gpu": "distexp: slurm.partition is not a key: write cluster.partition=gpu\n",
     "training.lr=0.1": "distexp: training.lr is not a key: write train.learning_rate=0.1\n",
@@ -193,7 +193,9 @@ WRONG = {  # command lines, with a part of their message
     "strategy==fsdp": "distexp: strategy==fsdp has more than one =: write strategy=fsdp\n",
     "strategy='ddp": "strategy='ddp cannot be parsed, because ' is not closed",
     "--multirun zero_stage=1 2": "2 is not KEY=VALUE: write for example strategy=fsdp. Separate several values",
-    "--config-name foo": "Cannot find primary config 'foo': leave --config-name out\n",
+    "--config-name foo": "Cannot find primary config 'foo': leave --config-name and --config-path out. A folder with ",
+    "name=${model.name} model=hf": "model.name is required: set it to a hub id or a folder",
+    "model.command=x": "model.command is not a key. Did you mean dataset.column?\n",
     "cluster.timeout=10": "cluster.timeout is not a key. Did you mean cluster.timeout_min?\n",
     "cluster.timeout_min=00:30:00": "must be a number or null, in minutes: write cluster.timeout_min=30\n",
     "cluster.timeout_min=1-12:00:00": "in minutes: write cluster.timeout_min=2160\n",
@@ -226,7 +228,24 @@ WRONG = {  # command lines, with a part of their message
     "choose choose.space=strategy=ddp,kernels": "needs quotes: write 'choose.space=[\"strategy=ddp\",kernels]'\n",
     "choose strategy=ddp,fsdp": "use choose.space: write choose.space='[\"strategy=ddp,fsdp\"]'\n",
     "choose zero_stage=1,2,3 offload=true,false": 'choose.space=\'["zero_stage=1,2,3","offload=true,false"]\'\n',
-    "choose parallel.tensor=2": "of its collectives: use distexp run or distexp verify, or parallel.tensor=1\n",
+    "choose choose.space.parallel.tensor=[1,2]": "because choose.space is a list: write choose.space=[...]",
+    "train.betas.x=1": "because train.betas is a list: write train.betas=[...]",
+    "choose choose.space=[{tensor:[1,2]}]": "choose.space=[{'tensor': [1, 2]}] must be a list of texts, as in [a,b]\n",
+    "choose choose.gpus=[[1]]": "choose.gpus=[[1]] must be a list of integers, as in [1,2]\n",
+    "train.betas=[0.9,[1]]": "train.betas=[0.9, [1]] must be a list of numbers, as in [0.9,0.99]\n",
+    "cluster.environment={A:{b:1}}": "cluster.environment={'A': {'b': 1}} must be a mapping of texts, as in {key",
+    "cluster.environment=[1]": "distexp: cluster.environment=[1] must be a mapping of texts, as in {key: value}\n",
+    "cluster.environment.A=null": "distexp: cluster.environment.A=null must be a text: give the variable one value\n",
+    "cluster.environment={1:2}": "has a key that is not a text: write cluster.environment={NAME:VALUE}\n",
+    "hydra.job.chdir=maybe": "distexp: hydra.job.chdir=maybe is not accepted (Value 'maybe' is not a valid bool",
+    "hydra=x": "distexp: hydra=x is not an option: leave it out\n",
+    "train.seed=${nope}": "distexp: train.seed=${nope} refers to nope, which is not a key: write train.seed=VALUE\n",
+    "train.seed=${train.sed}": "refers to train.sed, which is not a key: write ${train.seed}, or a value\n",
+    "train.seed=${train.seed}": "distexp: train.seed=${train.seed} refers to itself: write train.seed=VALUE\n",
+    "train.seed=${oc.env:NOPE}": "needs the environment variable NOPE, which is not set: set it, or write train.seed=",
+    "name=${nope}": "distexp: name=${nope} refers to nope, which is not a key: write name=VALUE\n",
+    "strategy=${nope}": "strategy=${nope} is a reference, but strategy takes an option: write strategy=OPTION\n",
+    f"train.max_steps=0x{'f' * 5000}": "distexp: train.max_steps=0xfffffffffffffffffffffffffffffffffffffff... must",
     "choose choose.gpus=0": "choose.gpus=[0] must be numbers, each at least 1\n",
     "choose choose.objective=speed": "choose.objective=speed is not one of throughput, energy, cost, memory\n",
     "choose choose.budget_min=0": "distexp: choose.budget_min=0 must be above 0\n",
@@ -248,6 +267,77 @@ WRONG = {  # command lines, with a part of their message
     "model=resnet_tiny dataset=tinyimagenet dataset.root=/nowhere": "dataset.root=/nowhere is not a folder",
 }
 
+PAIR = "cluster.workers_per_node=2 strategy=ddp model=gpt_tiny dataset=synthetic train.gradient_accumulation_steps=2"
+OF_OTHER_PROGRAMS = {  # what users of torchrun, Trainer, Megatron and DeepSpeed type, with overrides that allow it
+    **dict.fromkeys(("parallel.tp=2", "tensor_parallel=2", "--tensor-model-parallel-size 2"), PAIR),
+    **dict.fromkeys(("parallel.pp=2", "pipeline_parallel=2", "--pipeline-model-parallel-size=2"), PAIR),
+    **dict.fromkeys(("parallel.cp=2", "parallel.sp=2", "sequence_parallel=2", "context_parallel_size=2"), PAIR),
+    **dict.fromkeys(("deepspeed=ds.json", "--deepspeed_config ds.json", "--deepspeed ds.json", "--deepspeed"), ""),
+    **dict.fromkeys(("zero_optimization.stage=2", "--zero-stage 2", "fsdp=full_shard", "stage=1"), ""),
+    **dict.fromkeys(
+        ("--nproc_per_node 4", "--nproc-per-node=4", "--nnodes 2", "--num_gpus 2", "parallel.dp=2"), "strategy=ddp"
+    ),
+    "train_batch_size=8": "strategy=single",
+    **dict.fromkeys(("bf16=true", "--bf16", "mixed_precision=bf16"), ""),
+    "fp16=true": "cluster=slurm cluster.partition=gpu",
+    **dict.fromkeys(
+        ("gradient_checkpointing=true", "--recompute-activations", "use_cpu=true", "torch_compile=true"), ""
+    ),
+    **dict.fromkeys(("per_device_train_batch_size=2", "--train_micro_batch_size_per_gpu 2"), ""),
+    **dict.fromkeys(("per_device_eval_batch_size=2", "num_train_epochs=3", "--train-iters 10", "clip_grad=1.0"), ""),
+    **dict.fromkeys(("logging_steps=5", "save_steps=10", "lr_scheduler_type=linear", "dataloader_num_workers=1"), ""),
+    **dict.fromkeys(("adam_epsilon=1e-6", "max_seq_length=64", "output_dir=here", "run_name=mine"), ""),
+    **dict.fromkeys(("report_to=tensorboard", "dataset_name=squad_sample", "lora_r=4", "lora_alpha=8"), ""),
+    "attn_implementation=sdpa": "",
+    **dict.fromkeys(("optim=adamw_torch", "adapter.r=8", "lora_dropout=0.1", "precision.bf16=true"), ""),
+    **dict.fromkeys(("fsdp_sharding_strategy=FULL_SHARD", "--recompute-granularity full", "max_epochs=2"), ""),
+    **dict.fromkeys(("gradient_clip_val=1.0", "--use-distributed-optimizer", "num_machines=1"), "strategy=deepspeed"),
+}
+
+
+@pytest.mark.parametrize("typed", OF_OTHER_PROGRAMS)
+def test_names_of_other_programs_are_answered_with_what_works(
+    typed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("ds.json").write_text("{}")
+    with pytest.raises(ConfigError) as caught:
+        normalize_arguments(typed.split())
+    (message,) = caught.value.errors
+    assert message.startswith(typed.replace("=", " ").split()[0])
+    overrides = message.partition(": write ")[2].split()
+    assert overrides
+    resolve_cell(*OF_OTHER_PROGRAMS[typed].split(), *overrides)
+
+
+@pytest.mark.parametrize(
+    ("typed", "override"),
+    [
+        ("fp8=true", "precision=float8"),
+        ("precision.float8=true", "precision=float8"),
+        ("optim=adamw_bnb_8bit", "train.optimizer=adamw8bit"),
+        ("virtual_pipeline_model_parallel_size=2", "parallel.schedule=interleaved"),
+    ],
+)
+def test_names_whose_options_need_other_machines_are_answered(typed: str, override: str) -> None:
+    with pytest.raises(ConfigError, match=f": write {override}$"):
+        normalize_arguments([typed])
+
+
+@pytest.mark.parametrize("typed", ["~parallel", "~cluster", "~train.seed", "~name", "~nope", "~strategy"])
+def test_nothing_that_every_run_has_can_be_deleted(typed: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        normalize_arguments([typed])
+    (message,) = caught.value.errors
+    assert message.startswith(typed)
+    assert "leave it out" in message or "Did you mean" in message
+
+
+@pytest.mark.parametrize("typed", ["--standalone", "fp16=false", "sequence_parallel=true", "do_train=true"])
+def test_what_distexp_needs_not_is_to_be_left_out(typed: str) -> None:
+    with pytest.raises(ConfigError, match=": leave it out"):
+        normalize_arguments([typed])
+
 
 @pytest.mark.parametrize("line", WRONG)
 def test_wrong_command_line_prints_one_message(line: str, tmp_path: Path) -> None:
@@ -259,6 +349,7 @@ def test_wrong_command_line_prints_one_message(line: str, tmp_path: Path) -> Non
 
 
 FILES = {  # presets, with the message about each
+    "- a\n": "distexp: experiment/mine.yaml: experiment is a group and not a section: write '# @package _global_'",
     "train: [\n": "mine.yaml is not valid YAML in line 2: expected the node content",
     "# @package _global_\ntrain: {sed: 1}\n": "distexp: experiment/mine.yaml: train.sed is not a key. Did you mean",
     "train: {seed: 1}\n": "distexp: experiment/mine.yaml: experiment is a group and not a section: write '# @packa",

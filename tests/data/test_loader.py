@@ -108,6 +108,21 @@ def test_a_prefetched_epoch_has_its_own_samples(num_workers: int) -> None:
     assert read_labels(loader, 3, range(2, 4)) == read_labels(plain, 3)[2:4], "not the prefetched epoch"
 
 
+class EndingSamples(CountingSamples):
+    """Samples of which one raises the error that ends a loop."""
+
+    def __getitem__(self, index: int) -> Sample:
+        if index == 5:
+            raise StopIteration
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_data_that_end_too_early_are_an_error(num_workers: int) -> None:
+    with pytest.raises(RuntimeError, match="steps too early: its __getitem__ or its collate function"):
+        read_labels(make_loader(EndingSamples(), num_workers), 0)
+
+
 def test_the_next_epoch_is_prefetched_during_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
     samples, seen = CountingSamples(), []
     training, evaluation = make_loader(samples, 1), make_loader(CountingSamples(), 0)

@@ -330,7 +330,7 @@ def test_a_misspelled_position_is_an_error_before_a_run(key: str, error: str, tm
     path = tmp_path / "typed.json"
     answers = f'"answers": [{{"text": "a", "{key}": 0}}]'
     path.write_text(paragraph(f'"context": "a", "qas": [{{"id": 1, "question": "b", {answers}}}]'))
-    found = find_small_file_error(str(path)) or ""
+    found = find_small_file_error(str(path), None, "training examples") or ""
     assert (f"answers[0] has the key {error!r}, which is probably 'answer_start'" in found) == bool(error)
     assert bool(found) == bool(error)
 
@@ -419,6 +419,8 @@ def test_a_wrong_position_of_an_answer_is_refused(start: Any, found: str, tmp_pa
         squad.load(config, TEXT_MODEL, 0)
     assert f"{config.train_path}: 1 of 2 training examples have a wrong answer_start" in str(refused.value)
     assert f"The first is question Where is Hugo?: {found}." in str(refused.value)
+    assert find_small_file_error(config.train_path, 2, "training examples") == str(refused.value), "before a run"
+    assert find_small_file_error(config.train_path, 1, "training examples") is None
     used = replace(config, train_size=1)
     assert len(squad.load(used, TEXT_MODEL, 0).train) == 1, "only the examples that are used are checked"
 

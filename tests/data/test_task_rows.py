@@ -103,6 +103,23 @@ def test_texts_have_classes(labels: list[Any], tmp_path: Path) -> None:
     assert "because they are empty: 1 of" in data.notes[0]
 
 
+@pytest.mark.parametrize("form", ["saved", "parquet"])
+def test_classes_have_the_names_that_the_library_datasets_knows(form: str, tmp_path: Path) -> None:
+    from datasets import ClassLabel, Dataset, Features, Value
+
+    features = Features({"text": Value("string"), "label": ClassLabel(names=["so-so", "bad", "good"])})
+    columns = {"text": [sentence(number) for number in range(20)], "label": [number % 2 for number in range(20)]}
+    saved, path = Dataset.from_dict(columns, features=features), tmp_path / form
+    if form == "saved":
+        saved.save_to_disk(path)
+    else:
+        path = path.with_suffix(".parquet")
+        saved.to_parquet(path)
+    data = load(tmp_path, "sequence_classification", [], f"dataset.path={path}")
+    assert (data.num_classes, list(data.class_names)) == (3, ["so-so", "bad", "good"])  # no row is good
+    assert {int(data.collate([data.train[index]]).labels[0]) for index in range(len(data.train))} == {0, 1}
+
+
 def test_the_first_token_of_a_word_has_its_tag(tmp_path: Path) -> None:
     tags = {"Ada": "PER", "Oslo": "LOC"}
     rows = [{"tokens": list(SENTENCE[: 5 + number % 3]), "tags": []} for number in range(20)]

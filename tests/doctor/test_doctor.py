@@ -213,7 +213,7 @@ def test_verdict_of_a_machine_where_everything_works() -> None:
     found = verdict(TWO_GPUS)
     assert (found.fit, found.device, found.not_possible) == (True, "cuda", [])
     assert found.strategies == STRATEGIES
-    assert set(found.precisions) == {"fp32", "bf16", "fp16"}
+    assert set(found.precisions) == {"fp32", "bf16", "fp16", "float8"}
     assert set(found.offload) == {"false", "true", "pinned"}
     assert found.clusters == ["local", "slurm"]
 

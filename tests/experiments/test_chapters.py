@@ -123,7 +123,7 @@ def test_the_texts_of_the_evaluation_are_new() -> None:
     assert "Ada Berg" not in people
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_fine_tuning_answers_the_questions_and_the_trainer_agrees(tmp_path: Path) -> None:
     run_lines("fine-tuning.md", tmp_path, "strategy=single")
     folders = ("tuned/0", "tuned/1", "trainer")
@@ -145,10 +145,10 @@ def test_processes_find_each_other_by_variables(tmp_path: Path) -> None:
     script = str(REPOSITORY / "examples" / "workshop" / "ranks.py")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 0, done.stdout + done.stderr
     assert sorted(re.findall(r"rank \d of 2: .* sum of all ranks 1", done.stdout)) == [
         f"rank {rank} of 2: gloo on cpu, sum of all ranks 1" for rank in (0, 1)
-    ]
+    ], done.stdout + done.stderr
 
 
 @pytest.mark.slow

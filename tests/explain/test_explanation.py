@@ -128,3 +128,14 @@ def test_the_bubble_of_a_pipeline_is_named_with_what_its_workers_waited(schedule
     smaller = "train.micro_batch_size=2 train.gradient_accumulation_steps=16"
     assert smaller in explanation(found).alternatives
     assert "bubble" not in explanation(profiled(COMMUNICATION_BOUND)).sentence
+    measured = {
+        **COMMUNICATION_BOUND,
+        "exposed_communication": 0.0,
+        "bubble": COMMUNICATION_BOUND["exposed_communication"],
+    }
+    bound = explanation(profiled(measured, measured, train__micro_batch_size=4, **settings))
+    assert bound.bottleneck == "bubble"
+    assert (
+        f"is {bubble} of the step, if all stages take equally long. It was 45%, with the transfers." in bound.sentence
+    )
+    assert smaller in bound.alternatives

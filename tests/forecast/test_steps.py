@@ -251,7 +251,7 @@ def test_a_run_without_a_profile_is_refused_with_a_hint(tmp_path: Path) -> None:
     written.write(tmp_path)
     with pytest.raises(ConfigError, match="has no profiled step to forecast from: run it again with profile=true"):
         forecast_steps(tmp_path, [target(1)], MACHINE)
-    custom = write_run(tmp_path / "custom", ddp_items(0.004), 0.1, strategy="mine")
+    custom = write_run(tmp_path / "custom", ddp_items(), 0.1, strategy="mine")
     with pytest.raises(ConfigError, match="the collectives of strategy=mine are not known: profile it on two workers"):
         forecast_steps(custom, [target(1)], MACHINE)
     with pytest.raises(ConfigError, match="name the directory of a finished run"):

@@ -55,6 +55,10 @@ def _kill(sample: Sample) -> Sample:
     return sample
 
 
+def _exit(sample: Sample) -> Sample:
+    os._exit(0)
+
+
 def _segfault(sample: Sample) -> Sample:
     os.kill(os.getpid(), signal.SIGSEGV)
     return sample
@@ -121,6 +125,7 @@ def reports_threads(dataset: DatasetConfig, model: ModelConfig, seed: int) -> Ta
 fails = failing(_raise)
 killed = failing(_kill)
 segfaults = failing(_segfault)
+exits = failing(_exit)
 hangs = failing(_hang)
 eats_memory = failing(_eat_memory)
 eats_until_killed = failing(_eat_until_killed)

@@ -46,7 +46,10 @@ def main() -> None:
         # Inductor takes half a minute for a model. The graphs are those of the model with any backend.
         backend = "aot_eager" if cell.name.endswith("model_compiled") else "inductor"
         with count_calls(calls), patch.object(transforms, "BACKEND", backend):
-            record = train(specs[cell], replace(context, run_dir=cell), Events(cell, enabled=is_rank_0))
+            parallel = specs[cell].config.parallel
+            degrees = {"tensor": parallel.tensor, "slices": parallel.context, "stages": parallel.pipeline}
+            place = replace(context, run_dir=cell, **degrees)
+            record = train(specs[cell], place, Events(cell, enabled=is_rank_0))
         if is_rank_0:
             record.write(cell)
             (cell / "calls.json").write_text(json.dumps(calls))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import os
+from collections.abc import Iterable, Sequence
 
 import psutil
 
@@ -21,12 +22,17 @@ def have_ended(processes: Iterable[psutil.Process]) -> bool:
 
 
 def find_processes(*texts: str) -> list[psutil.Process]:
-    """Return the processes of this machine whose command lines contain all texts.
+    """Return the processes of this machine whose command lines, or working directories, contain all texts.
 
-    Each has its command line as ``info["cmdline"]``.
+    Forks have the command line of their server, and the directory of the command that starts them. Each process has its
+    command line as ``info["cmdline"]``.
     """
-    return [
-        process
-        for process in psutil.process_iter(["cmdline"])
-        if all(any(text in argument for argument in process.info["cmdline"] or []) for text in texts)
-    ]
+    return [process for process in psutil.process_iter(["cmdline", "cwd", "ppid"]) if _has(process, texts)]
+
+
+def _has(process: psutil.Process, texts: Sequence[str]) -> bool:
+    arguments = process.info["cmdline"] or []
+    is_server = process.info["ppid"] == os.getpid() and any("multiprocessing" in each for each in arguments)
+    if is_server or process.pid == os.getpid():
+        return False
+    return all(any(text in each for each in (*arguments, process.info["cwd"] or "")) for text in texts)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from distexp.explain.explanation import explain
+from distexp.runs.metrics import PARTS
 from distexp.runs.record import RunRecord
-from distexp.runs.step_files import PARTS
 from tests.helpers.records import record
 
 GPU = {"cluster__device": "cuda"}
@@ -39,7 +39,7 @@ def profiled(*ranks: dict[str, float], number: int = 0, **settings: Any) -> RunR
         {
             "rank": rank,
             "step_ms": sum(parts.values()),
-            **{f"{name}_ms": parts.get(name, 0.0) for name in PARTS},
+            **{f"{name}_ms": parts.get(name, None if name == "bubble" else 0.0) for name in PARTS},
             "hidden_communication_ms": 1.0,
             "launches": 4000 if gpu else None,
         }

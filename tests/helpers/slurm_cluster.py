@@ -33,6 +33,9 @@ DEADLINE_S = 300.0
 LONGEST_ROOT = 70
 """Characters of the path of a cluster. The sockets of Slurm's steps add 35, and a socket's path has at most 107."""
 
+REQUEUE_DELAY_S = 80
+"""Time until Slurm starts a requeued job; two minutes by default. Each step must start in this time."""
+
 SBIN = "/usr/sbin:/sbin"
 
 
@@ -396,7 +399,7 @@ class Cluster:
             SlurmUser=root
             SlurmdUser=root
             AuthType=auth/munge
-            AuthInfo=socket={root}/run/munge.sock
+            AuthInfo=socket={root}/run/munge.sock,cred_expire={REQUEUE_DELAY_S}
             CredType=cred/munge
             MpiDefault=none
             ProctrackType=proctrack/linuxproc

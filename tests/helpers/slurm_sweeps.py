@@ -73,9 +73,10 @@ def wait_for(condition: Callable[[], bool], seconds: float = 600) -> None:
     """Wait until a condition is true, and fail after a time that only a broken program needs."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
+        asked = time.monotonic()
         if condition():
             return
-        time.sleep(0.5)
+        time.sleep(max(0.2, time.monotonic() - asked))  # so that a command takes at most half of the time
     raise AssertionError(f"condition still false after {seconds:g} s")
 
 
@@ -90,7 +91,7 @@ def all_ended(slurm: Cluster, sweep: Path) -> Callable[[], bool]:
 
 
 def wait_requeued(slurm: Cluster, job: str) -> None:
-    """Wait until Slurm has requeued a job. Slurm starts it two minutes later."""
+    """Wait until Slurm has requeued a job. Slurm starts it ``REQUEUE_DELAY_S`` later."""
     query = f"squeue -h -j {job} -o %T:%r".split()
     wait_for(lambda: slurm.command(*query).strip() == "PENDING:BeginTime")
 

@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from distexp.config.keys import set_value
 from distexp.runs.record import RunRecord
 from distexp.runs.run_dir import RECORD
@@ -182,17 +184,23 @@ def write_config(folder: Path, kind: str) -> Path:
     return path
 
 
-def train_all(
+def train_all(folder: Path, *cells: Any) -> None:
+    """Write cells with ``write_cells``, which takes the arguments, and train them."""
+    write_cells(folder, *cells)
+    train_written(folder)
+
+
+def write_cells(
     folder: Path,
     base: Sequence[str],
     models: Mapping[str, Mapping[str, Any]],
     cells: Mapping[str, tuple[str, ...]],
     chosen: Callable[[str], Iterable[str]] | None = None,
 ) -> None:
-    """Train each model on one worker and, in each cell, on two or its own number, with the same global batch.
+    """Write the runs of each model on one worker and, in each cell, on two or its own number.
 
-    One process imports the libraries for all. A model has values of keys, which are set in the configuration that the
-    overrides ``base`` and those of a cell give. It is trained in the ``chosen`` cells, or in all.
+    All have the same global batch. A model has values of keys, which are set in the configuration that the overrides
+    ``base`` and those of a cell give. It is trained in the ``chosen`` cells, or in all.
     """
     single = ("strategy=single", "cluster.workers_per_node=1")
     for cell, strategy in {SINGLE: single, **cells}.items():
@@ -207,6 +215,10 @@ def train_all(
             for key, value in values.items():
                 set_value(own.config, key, value)
             own.write(run)
+
+
+def train_written(folder: Path) -> None:
+    """Train all cells that were written below a folder. One process imports the libraries for all."""
     done = start_module("tests.helpers.zoo_ranks", str(folder), timeout=2 * TIMEOUT_S, env=RANKS)
     assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
 
@@ -223,7 +235,7 @@ def outcomes(folder: Path, name: str) -> dict[str, float | str]:
     expected = read_outcome(folder / f"{name}-1" / SINGLE)
     assert isinstance(expected, list), expected
     found: dict[str, float | str] = {}
-    for run in sorted(folder.glob(f"{name}-[24]/*")):
+    for run in sorted(folder.glob(f"{name}-[248]/*")):
         if run.is_dir():
             losses = read_outcome(run)
             pairs = zip(losses, expected, strict=True)
@@ -238,6 +250,42 @@ def check_outcomes(folder: Path, name: str, *cells: str, bound: float = 1e-5) ->
     for cell, outcome in found.items():
         assert isinstance(outcome, float), (name, cell, outcome)
         assert outcome < bound, (name, cell)
+
+
+Variants = Mapping[str, Mapping[str, Any]]
+"""Values of keys by the name of a variant of a model."""
+
+
+class Halves:
+    """The variants of models: those that the slow tests train, and the others, which are left to a release."""
+
+    def __init__(self, models: Mapping[str, Variants], slow: Mapping[str, Sequence[str]]) -> None:
+        self._models, self._slow = models, slow
+
+    def cases(self, *models: str) -> list[Any]:
+        """Return model and names for tests of some models, with their marks."""
+        found = [(model, half, tuple(self.variants(model, half))) for model in models for half in ("slow", "release")]
+        return [
+            pytest.param(model, names, id=f"{model}-{half}", marks=getattr(pytest.mark, half))
+            for model, half, names in found
+            if names
+        ]
+
+    def variants(self, model: str, half: str) -> Variants:
+        """Return the variants of a half."""
+        return {name: values for name, values in self._models[model].items() if self.half(model, name) == half}
+
+    def half(self, model: str, name: str) -> str:
+        """Return the half of a variant."""
+        return "slow" if name in self._slow.get(model, ()) else "release"
+
+
+def check_types(folder: Path, kinds: Iterable[str], cells: Mapping[str, tuple[str, ...]], *overrides: str) -> None:
+    """Train each type of transformers in cells, and check that no difference from ``single`` is above the bound."""
+    models = {kind: {"model.name": str(write_config(folder, kind))} for kind in kinds}
+    train_all(folder, (*hugging_face(folder / "base", "llama"), *overrides), models, cells)
+    for kind in models:
+        check_outcomes(folder, kind, *cells)
 
 
 def read_outcome(run: Path) -> list[float] | str:

@@ -1,7 +1,7 @@
-"""Train each ``DIR/<group>/<cell>/spec.json`` on forked gloo workers: ``python -m tests.helpers.zoo_ranks DIR``.
+"""Train each ``DIR/**/<group>/<cell>/spec.json`` on forked gloo workers: ``python -m tests.helpers.zoo_ranks DIR``.
 
-The cells of a group share one process group, until a cell fails: the next ones get a new group, because the workers of
-a failed one may wait for each other. A cell leaves ``record.json`` or ``error.txt``.
+All cells of a kind share one process group, until a cell fails: the next ones get a new group, because the workers of a
+failed one may wait for each other. A cell leaves ``record.json`` or ``error.txt``.
 """
 
 from __future__ import annotations
@@ -25,12 +25,14 @@ from distexp.distributed.process_group import join
 from distexp.runs.events import Events
 from distexp.runs.record import RunSpec
 from distexp.system.processes import die_with_parent, end_at_once
+from distexp.worker.__main__ import redirect_output
 from distexp.worker.group import set_torchrun_defaults
 from distexp.worker.rank import silence_libraries, train
 from tests.helpers.forked_ranks import free_port, preload_all
 from tests.helpers.zoo import VOCABULARY
 
-SECONDS_PER_CELL = 60
+SECONDS_PER_CELL = 240
+"""A time that only a hung cell takes, also with eight workers on a busy machine."""
 TOKENS = range(3, VOCABULARY)
 
 
@@ -68,34 +70,49 @@ def load(dataset: DatasetConfig, model: ModelConfig, seed: int) -> TaskData:
 
 
 def main() -> None:
-    """Run the groups one after the other."""
+    """Train the cells of each kind one after the other."""
     root = Path(sys.argv[1])
     sys.path.insert(0, str(Path(__file__).parent))  # so that configurations can name its modules
     set_torchrun_defaults()
-    groups = sorted({path.parent.parent for path in root.glob("*/*/spec.json")})
-    preload_all([str(group) for group in groups])
+    cells = sorted(path.parent for path in root.rglob("spec.json"))
+    preload_all(sorted({str(cell.parent) for cell in cells}))
     importlib.import_module("transformers.modeling_utils")
-    for group in groups:
-        while waiting := [path.parent for path in sorted(group.glob("*/spec.json")) if not is_done(path.parent)]:
-            run_workers(waiting)
+    kinds = {cell: kind_of(RunSpec.read(cell)) for cell in cells}
+    for kind in sorted({*kinds.values()}):
+        _, workers, _ = kind
+        waiting = [cell for cell in cells if kinds[cell] == kind]
+        while waiting:
+            run_workers(waiting, workers)
             if not is_done(waiting[0]):
-                last = (group / "rank_0.log").read_text()[-2000:]
+                last = (waiting[0].parent / "rank_0.log").read_text()[-2000:]
                 (waiting[0] / "error.txt").write_text(f"the workers ended without an error, or hung:\n{last}")
+            waiting = [cell for cell in waiting if not is_done(cell)]
+
+
+def kind_of(spec: RunSpec) -> tuple[bool, int, int]:
+    """Return what the cells of a process group have in common, so that kinds are trained in their order.
+
+    A cell may resume the checkpoint of one with another number of workers. DeepSpeed replaces functions of torch.
+    """
+    config = spec.config
+    stage = config.deepspeed.zero_stage if config.strategy.name == "deepspeed" else -1
+    return config.train.resume is not None, spec.world_size, stage
 
 
 def is_done(cell: Path) -> bool:
     return (cell / "record.json").exists() or (cell / "error.txt").exists()
 
 
-def run_workers(cells: list[Path]) -> None:
-    """Fork the workers of some cells, and wait for them."""
-    workers = RunSpec.read(cells[0]).world_size
+def run_workers(cells: list[Path], workers: int) -> None:
+    """Fork the workers of some cells, and wait until they have trained all or one has failed."""
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=free_port(), WORLD_SIZE=str(workers), GROUP_RANK="0")
     os.environ["LOCAL_WORLD_SIZE"] = str(workers)
     sys.stdout.flush()
     pids = {fork_worker(rank, cells) for rank in range(workers)}
-    deadline, failed_at = time.monotonic() + SECONDS_PER_CELL * len(cells), None
+    done, deadline, failed_at = 0, time.monotonic() + SECONDS_PER_CELL, None
     while pids:
+        while done < len(cells) and is_done(cells[done]):
+            done, deadline = done + 1, time.monotonic() + SECONDS_PER_CELL
         pid, status = os.waitpid(-1, os.WNOHANG)
         if pid:
             pids.discard(pid)
@@ -118,9 +135,6 @@ def fork_worker(rank: int, cells: list[Path]) -> int:
     try:
         die_with_parent(parent=parent)
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
-        log = os.open(cells[0].parent / f"rank_{rank}.log", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
-        os.dup2(log, 1)
-        os.dup2(log, 2)
         train_all(cells, rank)
         code = 0
     except BaseException:
@@ -134,8 +148,10 @@ def train_all(cells: list[Path], rank: int) -> None:
     """Train the cells in one process group; write the error of the first one that fails, and end."""
     torch.set_num_threads(1)
     silence_libraries()
+    redirect_output(cells[0].parent / f"rank_{rank}.log", "a")
     context = join(RunSpec.read(cells[0]), cells[0])
     for cell in cells:
+        redirect_output(cell.parent / f"rank_{rank}.log", "a")
         print(f"=== {cell.name}", flush=True)
         try:
             spec = RunSpec.read(cell)

@@ -88,6 +88,14 @@ def test_a_killed_worker_is_killed_and_not_its_victims_error(attempt: int, tmp_p
     assert remaining_processes(tmp_path) == []
 
 
+def test_a_rank_that_ends_without_an_error_is_named(tmp_path: Path) -> None:
+    run_distexp(*sabotage("exits", rank=1), *QUICK, cwd=tmp_path, env=ENV)
+    record = only_record(tmp_path)
+    assert (record.status, record.error and record.error.rank) == ("failed", 1)
+    assert record.error is not None
+    assert record.error.message.startswith("rank 1 ended with exit code 0 and without an error: ")
+
+
 def test_a_crash_is_reported_with_its_signal(tmp_path: Path) -> None:
     run_distexp(*sabotage("segfaults", rank=1), *QUICK, cwd=tmp_path, env=ENV)
     record = only_record(tmp_path)
@@ -98,7 +106,8 @@ def test_a_crash_is_reported_with_its_signal(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_failed_allocation_is_oom_host_and_the_sweep_continues(tmp_path: Path) -> None:
-    overrides = ("--multirun", *sabotage("eats_memory"), *QUICK, "train.seed=1,2", "train.max_steps=3,12")
+    often = "measure.interval_s=0.05"  # A run of some steps takes less than the usual half second.
+    overrides = ("--multirun", *sabotage("eats_memory"), *QUICK, "train.seed=1,2", "train.max_steps=3,12", often)
     done = run_distexp(*overrides, "cluster.workers_per_node=1", "strategy=single", cwd=tmp_path, env=ENV)
     records = [RunRecord.read(path) for path in sorted(tmp_path.rglob("record.json"))]
     assert [record.status for record in records] == ["completed", "oom_host"] * 2

@@ -103,6 +103,24 @@ def test_the_message_names_the_file_and_what_to_type(stranger: Path, capsys: pyt
     assert (stranger / "started").exists(), "the user has typed it"
 
 
+def test_no_file_of_distexp_is_named_as_the_source(stranger: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The last value is a text of many files, such as ``1``."""
+    assert run_preset(stranger, "hydra: {job: {env_set: {LD_PRELOAD: /tmp/x.so, OMP_NUM_THREADS: 1}}}") == 2
+    message = capsys.readouterr().err
+    assert "OMP_NUM_THREADS=1 is set by" in message
+    assert f"is set by {stranger / 'conf'}" in message
+
+
+SMALL = ("strategy=single", "model=gpt_tiny", "dataset=squad_sample", "cluster.device=cpu")
+
+
+def test_a_run_outside_of_its_sweep_is_refused(stranger: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for folder in ("../victim", "a/../../victim", str(stranger / "victim")):
+        assert main([*SMALL, f"hydra.sweep.subdir={folder}", "hydra.sweep.dir=sweep"]) == 2
+        assert f"hydra.sweep.subdir={folder} is not inside of sweep" in capsys.readouterr().err
+    assert not (stranger / "victim").exists()
+
+
 def test_a_search_path_of_a_primary_file_imports_no_package(stranger: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (stranger / "conf" / "config.yaml").write_text("hydra: {searchpath: ['pkg://strange.conf']}\n")
     assert main(["--config-path", str(stranger / "conf")]) == 2

@@ -348,7 +348,7 @@ def test_damaged_and_partial_weights_are_config_errors(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"is neither a folder with a model's weights nor"):
         build_model(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "nothing_known"}))
-    with pytest.raises(ConfigError, match=r"is neither a folder with a model's config.json nor") as caught:
+    with pytest.raises(ConfigError, match=r'"nothing_known" in its config.json, which the installed transf') as caught:
         build_model(tmp_path)
     assert "\n" not in str(caught.value)
 

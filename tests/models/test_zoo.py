@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from unittest.mock import patch
 
@@ -20,19 +22,34 @@ REFUSED = {
 }
 
 
+DIFFERENT = (
+    *("bloom", "gemma3_text", "gpt2", "gpt_neo", "gpt_oss", "llama", "mamba", "mixtral_router"),
+    *("opt", "qwen3_moe", "rwkv", "zamba2"),
+)
+"""Architectures whose blocks, attention, experts and shared weights differ most. Each other is like some of them."""
+
+
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the folder of the runs of all architectures."""
-    folder = tmp_path_factory.mktemp("zoo")
-    models = {kind: {"model.name": str(write_config(folder, kind))} for kind in CAUSAL}
-    train_all(folder, hugging_face(folder / "base", "llama"), models, STRATEGIES, cells_of)
-    return folder
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Return a function that trains the architectures of a test, and all like it, and returns their folder."""
+
+    @cache
+    def run(different: bool) -> Path:
+        folder = tmp_path_factory.mktemp("zoo")
+        kinds = [kind for kind in CAUSAL if (kind in DIFFERENT) == different]
+        models = {kind: {"model.name": str(write_config(folder, kind))} for kind in kinds}
+        train_all(folder, hugging_face(folder / "base", "llama"), models, STRATEGIES, cells_of)
+        return folder
+
+    return lambda kind: run(kind in DIFFERENT)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", CAUSAL)
-def test_each_strategy_has_the_losses_of_single(kind: str, runs: Path) -> None:
-    found = outcomes(runs, kind)
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(kind, marks=pytest.mark.slow if kind in DIFFERENT else pytest.mark.release) for kind in CAUSAL],
+)
+def test_each_strategy_has_the_losses_of_single(kind: str, runs: Callable[[str], Path]) -> None:
+    found = outcomes(runs(kind), kind)
     assert found.keys() == cells_of(kind)
     for cell, outcome in found.items():
         if (kind, cell) in REFUSED:

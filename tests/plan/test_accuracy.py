@@ -67,8 +67,10 @@ def test_the_peak_of_gpt_is_that_of_two_gpus() -> None:
     assert abs(reserved) < 0.03
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("path", SLOW)
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(path, marks=pytest.mark.release if n % 3 else pytest.mark.slow) for n, path in enumerate(SLOW)],
+)
 def test_the_peak_is_that_of_gpus(path: str) -> None:
     allocated, reserved = errors_of(path)
     assert abs(allocated) < 0.01, path

@@ -34,6 +34,18 @@ def test_memory_peaks_during_setup_and_few_measured_steps_are_reported() -> None
     )
 
 
+def test_a_speed_from_one_step_decides_nothing() -> None:
+    runs = [record(n, strategy=name, speed=speed) for n, name, speed in ((0, "ddp", 10.0), (1, "fsdp", 40.0))]
+    for run in runs:
+        run.config["train"]["measure_after_step"] = 5
+    for steps, is_decided in ((6, False), (30, True)):
+        for run in runs:
+            run.metrics.total_steps = steps
+        sentence = next(iter(headline(Overview.from_records(runs))))
+        assert sentence.startswith("Take fsdp") is is_decided, sentence
+        assert sentence.startswith("Not decided") is not is_decided
+
+
 def test_the_summary_keeps_models_apart() -> None:
     runs = [
         record(2 * n + m, model__name=name, strategy=strategy, train__micro_batch_size=4 + 4 * m)

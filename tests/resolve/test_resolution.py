@@ -27,7 +27,7 @@ NEEDED = {  # other overrides that an option needs
     ("offload", "true"): ("strategy=fsdp",),
     ("scaling", "weak_model"): ("strategy=fsdp",),
 }
-NEEDS_GPU = {("offload", "pinned"), ("precision", "fp16")}
+NEEDS_GPU = {("offload", "pinned"), ("precision", "fp16"), ("precision", "float8")}
 GROUPS = [group for group in config_groups() if "/" not in group and group != "experiment"]  # see tests/experiments
 OPTIONS = [(group, option) for group in GROUPS for option in options_of(group)]
 

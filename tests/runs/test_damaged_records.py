@@ -16,6 +16,7 @@ from distexp.cli.main import main
 from distexp.launch import run_dirs
 from distexp.launch.slurm import client
 from distexp.launch.slurm.status import poll
+from distexp.report import figures
 from distexp.report.data.rows import load_rows
 from distexp.runs.record import ExistingRuns, RunRecord
 from distexp.runs.record_sections import RunError, RunInfo
@@ -84,6 +85,15 @@ IMPOSSIBLE: dict[str, Any] = {  # numbers that no run has
     "metrics.train_samples_per_second": True,
     "memory.gpu.0.peak_mib": -5,
     "memory.gpu.0.average_mib": True,
+    "memory.gpu.0.used_mib": 1e17,
+    "metrics.step_time_s.max": 0.05,
+    "metrics.step_breakdown.0.step_ms": 5e-324,
+    "metrics.step_breakdown.0.bubble_ms": 1e6,
+    "metrics.step_breakdown.0.waiting_ms": "x",
+    "metrics.step_breakdown.0.launches": -1,
+    "metrics.communication.share": 5.0,
+    "metrics.communication.by_collective.all_reduce": "much",
+    "metrics.explanation.share": -0.5,
 }
 HARMLESS: dict[str, Any] = {  # values with which a record can be read
     "metrics.train_loss": float("nan"),
@@ -99,7 +109,10 @@ def make_content() -> dict[str, Any]:
     content = asdict(record(1, peak=100.0, strategy="fsdp"))
     content["error"] = asdict(RunError("E", "m"))
     content["environment"] = {"python": "3.11", "variables": {}}
-    content["metrics"]["step_time_s"] = {"p50": 0.1}
+    content["metrics"]["step_time_s"] = {"p50": 0.1, "max": 0.2}
+    content["metrics"]["step_breakdown"] = [{"rank": 0, "step_ms": 100.0, "matmul_ms": 60.0, "host_ms": 40.0}]
+    content["metrics"]["communication"] = {"share": 0.1, "by_collective": {"all_reduce": 0.01}}
+    content["metrics"]["explanation"] = {"loss": "host", "share": 0.4}
     return content
 
 
@@ -153,7 +166,7 @@ def test_an_impossible_number_is_named_with_its_key(key: str, sweep: Path) -> No
     (message,) = load_rows([sweep])[1]
     assert message.startswith(f"{sweep}/1/record.json is not a record of distexp: ")
     assert key.rpartition(".")[2] in message
-    assert str(IMPOSSIBLE[key]) in message
+    assert str(IMPOSSIBLE[key]) in message.replace("1e+06", "1000000.0")
 
 
 def test_a_number_that_no_program_measures_makes_a_record_foreign(sweep: Path) -> None:
@@ -161,6 +174,31 @@ def test_a_number_that_no_program_measures_makes_a_record_foreign(sweep: Path) -
     rows, (skipped,) = load_rows([sweep])
     assert [row.label for row in rows] == ["0", "2"]
     assert "it contains the number 1e+308" in skipped
+
+
+PEAKS = {"a rank without parts": [{}], "zeros": [{"phase": "forward", "allocated_mib": 0.0}], "no lists": []}
+
+
+@pytest.mark.parametrize("parts", PEAKS.values(), ids=PEAKS)
+def test_a_record_without_parts_of_the_memory_does_not_stop_the_report(
+    parts: list[dict[str, Any]], sweep: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (sweep / "1" / "record.json").write_text(change("memory.parts", parts))
+    assert main(["report", str(sweep)]) == 0
+    assert 'id="run-2"' in (sweep / "report" / "report.html").read_text()
+    assert "left out" not in capsys.readouterr().err
+
+
+def test_a_figure_that_cannot_be_drawn_is_left_out_and_named(
+    sweep: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def build_broken(overview: object, traces: object) -> None:
+        raise ZeroDivisionError("division by zero")
+
+    monkeypatch.setattr(figures, "FIGURES", (build_broken, *figures.FIGURES))
+    assert main(["report", str(sweep)]) == 0
+    assert "the figure 'broken' is left out, because a record has a value" in capsys.readouterr().err
+    assert 'id="run-2"' in (sweep / "report" / "report.html").read_text()
 
 
 @pytest.mark.parametrize("key", HARMLESS)

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import errno
+import os
+from pathlib import Path
+
 import pytest
 
+from distexp.exceptions import ConfigError
 from distexp.runs.record_sections import RunError
-from distexp.runs.texts import MAX_MESSAGE, failure_text, shorten_message
+from distexp.runs.texts import MAX_MESSAGE, failure_text, full_disk_error, is_full_disk, shorten_message
 from tests.helpers.records import record
 
 
@@ -73,3 +78,15 @@ def test_a_long_message_is_cut_between_words() -> None:
     assert MAX_MESSAGE - 15 < len(short) <= MAX_MESSAGE
     assert short.endswith("abcdefghi…")
     assert len(shorten_message(RunError("RuntimeError", "a" * 900))) == MAX_MESSAGE
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EROFS])
+def test_a_cache_that_cannot_be_written_keeps_its_folder_and_its_hint(number: int, tmp_path: Path) -> None:
+    """The disk of the run has room, so its folder would be wrong."""
+    message = (
+        f"cannot write to the cache directory /c ({os.strerror(number)}): set the environment variable DISTEXP_CACHE"
+    )
+    error = ConfigError(message)
+    assert is_full_disk(error)
+    found = full_disk_error(error, tmp_path, "setup", 1)
+    assert (found.type, found.message) == ("DiskFull", message)

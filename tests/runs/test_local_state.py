@@ -25,12 +25,17 @@ from distexp.status import read_folder
 
 LAUNCHER = """
 import sys
+from contextlib import ExitStack
 from pathlib import Path
-from distexp.runs.attempts import write_agent_process, write_launcher_process
-for directory in map(Path, sys.argv[2:]):
-    (write_agent_process if sys.argv[1] == "agent" else write_launcher_process)(directory)
-print(flush=True)
-sys.stdin.read()
+from distexp.runs.attempts import run_lock, write_agent_process, write_launcher_process
+kind = sys.argv[1]
+with ExitStack() as stack:
+    for directory in map(Path, sys.argv[2:]):
+        if kind == "launcher":
+            stack.enter_context(run_lock(directory))
+        (write_agent_process if kind == "agent" else write_launcher_process)(directory)
+    print(flush=True)
+    sys.stdin.read()
 """
 
 
@@ -58,7 +63,7 @@ def set_age(directory: Path, seconds: float) -> None:
 
 @contextmanager
 def process_of(kind: str, *directories: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """Start a process that is the launcher or the agent of some runs."""
+    """Start a process that is the launcher, the agent, or only the launcher by its file (``other``) of some runs."""
     command = [sys.executable, "-c", LAUNCHER, kind, *map(str, directories)]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     try:
@@ -128,6 +133,15 @@ def test_cancel_ends_the_launcher_of_a_local_sweep(tmp_path: Path, capsys: pytes
     assert shown.out == "1 run cancelled\n"
     assert "run 0 was started on an unknown machine" in shown.err
     assert {number: run.state for number, run in states(tmp_path).items()} == {0: "running", 1: "no record"}
+
+
+def test_cancel_ends_no_other_process_that_a_folder_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = make_run(tmp_path, 0)
+    with process_of("other", run) as process:
+        assert json.loads((run / LAUNCHER_PROCESS).read_text())["pid"] == process.pid
+        cancel.main([str(tmp_path)])
+        assert process.poll() is None
+    assert capsys.readouterr().out == "0 runs cancelled\n"
 
 
 def test_cancel_names_the_machine_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,6 +19,7 @@ from distexp.runs.texts import out_of_memory_status
         (RuntimeError("backend='inductor' raised: CUDA out of memory. Tried to allocate 2.00 GiB"), "oom_gpu"),
         (MemoryError(), "oom_host"),
         (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"), "oom_host"),
+        (ImportError("libtorch_cpu.so: failed to map segment from shared object"), "oom_host"),
         (OSError(12, "Cannot allocate memory"), "oom_host"),
         (RuntimeError("Caught MemoryError in DataLoader worker process 0."), "oom_host"),
         (RuntimeError("Connection closed by peer"), None),

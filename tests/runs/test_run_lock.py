@@ -15,6 +15,7 @@ import pytest
 
 from distexp.runs import attempts
 from distexp.runs.attempts import run_lock
+from distexp.runs.run_dir import LOCK, SWEEP_LOCK
 from tests.helpers.records import record, write
 from tests.helpers.runs import run_distexp
 
@@ -70,6 +71,22 @@ def test_a_killed_process_frees_the_lock(tmp_path: Path) -> None:
         process.wait()
         with run_lock(tmp_path) as other:
             assert other is None
+
+
+@pytest.mark.parametrize("command", ["rm", "status"])
+def test_a_lock_that_is_a_link_changes_no_other_file(command: str, tmp_path: Path) -> None:
+    sweep = tmp_path / "sweep"
+    write(sweep, record(0))
+    (sweep / "command.json").write_text(json.dumps({"words": SMALL, "directory": str(tmp_path), "cells": 1}))
+    (tmp_path / "thesis").write_text("mine")
+    for folder in (sweep, sweep / "0"):
+        (folder / SWEEP_LOCK).symlink_to(tmp_path / "thesis")
+        (folder / LOCK).symlink_to(tmp_path / "thesis")
+    done = run_distexp(command, *(["--yes"] if command == "rm" else []), str(sweep), cwd=tmp_path)
+    assert (tmp_path / "thesis").read_text() == "mine"
+    if command == "rm":
+        assert f"{sweep / SWEEP_LOCK} is a link to another place" in done.stderr
+        assert done.returncode == 2
 
 
 @pytest.mark.parametrize("command", ["start", "resume"])

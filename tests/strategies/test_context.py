@@ -6,8 +6,9 @@ slices are padding only. Updates are those of SGD, as in ``test_tensor.py``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from distexp.runs.record import RunRecord, RunSpec
 from distexp.strategies.parallel.checks import CONTEXT_TYPES
 from distexp.system.units import MIB
 from tests.helpers.runs import HELPERS
-from tests.helpers.zoo import VOCABULARY, check_outcomes, hugging_face, train_all, write_config
+from tests.helpers.zoo import VOCABULARY, Halves, check_outcomes, check_types, hugging_face, train_written, write_cells
 
 COMMON = ("train.optimizer=sgd", "train.momentum=0", "train.learning_rate=0.1", "train.gradient_clipping=0.3")
 TWO, WORKERS = "parallel.context=2", "cluster.workers_per_node=4"
@@ -33,7 +34,13 @@ CELLS: dict[str, tuple[str, ...]] = {
 }
 """Each with accumulation: two micro-batches in a step of four workers, and four in one of two."""
 
-FOUR = {"four": ("sharding=full_shard", "parallel.context=4", WORKERS)}
+BOTH = {
+    "ddp_tensor": ("strategy=ddp", TWO, "parallel.tensor=2", WORKERS),
+    "full_shard_tensor": ("sharding=full_shard", TWO, "parallel.tensor=2", WORKERS),
+}
+"""Workers that share tokens with some of the others, and matrices with the rest."""
+
+FOUR = {"four": ("sharding=full_shard", "parallel.context=4", WORKERS), **BOTH}
 SMALL: dict[str, Mapping[str, Any]] = {"plain": {}, "chunked": {"train.loss": "chunked"}}
 MODELS: dict[str, dict[str, Mapping[str, Any]]] = {
     "gpt_tiny": {
@@ -46,29 +53,66 @@ MODELS: dict[str, dict[str, Mapping[str, Any]]] = {
 }
 
 
+OTHERS = ("llama", "mistral")
+OTHER_VARIANTS: dict[str, Mapping[str, Any]] = {**SMALL, "packed": {"dataset.packing": True}}
+
+
 def cells_of(name: str) -> tuple[str, ...]:
     """Return the cells of a model: all, or those whose slices, groups and shards differ from each other."""
     return (*CELLS, *FOUR) if name == "plain" else ("ddp", "hybrid_2x2", "checkpointed_2x2")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("model", MODELS)
-def test_own_models_train_as_on_one_worker(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cells = {**CELLS, **FOUR}
-    train_all(tmp_path, (f"model={model}", f"model.vocab_size={VOCABULARY}", *COMMON), MODELS[model], cells, cells_of)
-    for name in MODELS[model]:
-        check_outcomes(tmp_path, name, *cells_of(name))
-    for cell, options in cells.items():
-        record = RunRecord.read(next(tmp_path.glob(f"plain-*/{cell}/record.json")))
-        alone = RunRecord.read(tmp_path / "plain-1" / "single" / "record.json")
+HALVES = Halves(
+    {**MODELS, **dict.fromkeys(OTHERS, OTHER_VARIANTS)}, {"gpt_tiny": ("plain", "packed"), "llama": ("packed",)}
+)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Path]:
+    """Return a function that trains a variant with all others of its half, and returns the folder of its model."""
+
+    @cache
+    def run(half: str) -> Path:
+        root = tmp_path_factory.mktemp("context")
+        for model in MODELS:
+            own = (f"model={model}", f"model.vocab_size={VOCABULARY}", *COMMON)
+            write_cells(root / model, own, HALVES.variants(model, half), {**CELLS, **FOUR}, cells_of)
+        for kind in OTHERS:
+            own = (*hugging_face(root / kind, kind), *COMMON)
+            write_cells(root / kind, own, HALVES.variants(kind, half), CELLS, cells_of)
+        train_written(root)
+        return root
+
+    return lambda model, name: run(HALVES.half(model, name)) / model
+
+
+@pytest.mark.parametrize(("model", "names"), HALVES.cases(*MODELS))
+def test_own_models_train_as_on_one_worker(
+    model: str, names: tuple[str, ...], runs: Callable[[str, str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = runs(model, names[0])
+    for name in names:
+        check_outcomes(folder, name, *cells_of(name))
+    if "plain" in names:
+        monkeypatch.syspath_prepend(HELPERS)  # of the data set
+        check_built(folder)
+
+
+def check_built(folder: Path) -> None:
+    """Check what the cells have built and measured, and the memory that was predicted for them."""
+    for cell, options in {**CELLS, **FOUR}.items():
+        record = RunRecord.read(next(folder.glob(f"plain-*/{cell}/record.json")))
+        alone = RunRecord.read(folder / "plain-1" / "single" / "record.json")
         assert record.built is not None
-        assert (record.built.context, record.built.tensor) == (4 if cell == "four" else 2, 1)
-        assert record.built.world_size == (4 if WORKERS in options else 2)
+        built = record.built
+        assert (built.context, built.tensor) == (4 if cell == "four" else 2, 2 if cell in BOTH else 1)
+        assert built.world_size == (4 if WORKERS in options else 2)
+        if cell in BOTH:
+            assert built.mesh == ([2, 1] if cell == "ddp_tensor" else [1, 2])
         assert record.metrics.padding_share == alone.metrics.padding_share
         assert record.metrics.model_tflops_per_sample == pytest.approx(alone.metrics.model_tflops_per_sample)
-    monkeypatch.syspath_prepend(HELPERS)  # of the data set
-    for cell in ("ddp", "four"):
-        check_predicted_memory(next(tmp_path.glob(f"plain-*/{cell}")))
+    for cell in ("ddp", "four", *BOTH):
+        check_predicted_memory(next(folder.glob(f"plain-*/{cell}")))
 
 
 def check_predicted_memory(run: Path) -> None:
@@ -81,19 +125,19 @@ def check_predicted_memory(run: Path) -> None:
     assert largest["activations"] < stored < largest["activations"] + largest["logits"]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["llama", "mistral"])
-def test_models_of_transformers_train_as_on_one_worker(kind: str, tmp_path: Path) -> None:
-    models = {**SMALL, "packed": {"dataset.packing": True}}
-    train_all(tmp_path, (*hugging_face(tmp_path, kind), *COMMON), models, CELLS, cells_of)
-    for name in models:
-        check_outcomes(tmp_path, name, *(cell for cell in cells_of(name) if cell in CELLS))
+@pytest.mark.parametrize(("kind", "names"), HALVES.cases(*OTHERS))
+def test_models_of_transformers_train_as_on_one_worker(
+    kind: str, names: tuple[str, ...], runs: Callable[[str, str], Path]
+) -> None:
+    for name in names:
+        check_outcomes(runs(kind, name), name, *(cell for cell in cells_of(name) if cell in CELLS))
 
 
-@pytest.mark.slow
+@pytest.mark.release
+def test_a_model_with_as_many_keys_as_queries_shares_tokens_and_matrices(tmp_path: Path) -> None:
+    check_types(tmp_path, ["phi"], BOTH, *COMMON)
+
+
+@pytest.mark.release
 def test_all_named_types_train_as_on_one_worker(tmp_path: Path) -> None:
-    models = {kind: {"model.name": str(write_config(tmp_path, kind))} for kind in CONTEXT_TYPES}
-    base = (*hugging_face(tmp_path / "base", "llama"), *COMMON)
-    train_all(tmp_path, base, models, {"ddp": CELLS["ddp"]})
-    for kind in CONTEXT_TYPES:
-        check_outcomes(tmp_path, kind, "ddp")
+    check_types(tmp_path, CONTEXT_TYPES, {"ddp": CELLS["ddp"]}, *COMMON)

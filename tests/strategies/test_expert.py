@@ -19,11 +19,19 @@ from distexp.config import ConfigError
 from distexp.plan.replay import PARTS, replay
 from distexp.plan.trace.tracing import trace_step
 from distexp.runs.record import RunRecord, RunSpec
-from distexp.strategies.parallel.checks import EXPERT_TYPES
+from distexp.strategies.parallel.checks import EXPERT_TENSOR_TYPES, EXPERT_TYPES
 from distexp.system.units import MIB
 from tests.helpers.grid import read_lines, run_grid
 from tests.helpers.runs import HELPERS, resolve_cell, run_distexp
-from tests.helpers.zoo import CAUSAL, check_outcomes, hugging_face, train_all, write_config
+from tests.helpers.zoo import (
+    CAUSAL,
+    check_outcomes,
+    check_types,
+    hugging_face,
+    train_written,
+    write_cells,
+    write_config,
+)
 
 COMMON = ("train.optimizer=sgd", "train.momentum=0", "train.learning_rate=0.1", "train.gradient_clipping=0.3")
 TWO, FOUR, WORKERS = "parallel.expert=2", "parallel.expert=4", "cluster.workers_per_node=4"
@@ -45,24 +53,55 @@ KINDS = ("mixtral_router", "qwen3_moe_router", "olmoe")
 WRAPPERS = {"strategy=ddp": "replicate", "sharding=shard_grad_op": "fully_shard(reshard_after_forward=False)"}
 
 
-@pytest.mark.slow
-def test_mixtures_of_experts_train_as_on_one_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    models: dict[str, Mapping[str, Any]] = {kind: {"model.name": str(write_config(tmp_path, kind))} for kind in KINDS}
+TENSOR = "parallel.tensor=2"
+TENSOR_CELLS: dict[str, tuple[str, ...]] = {
+    "tensor": ("strategy=ddp", TWO, TENSOR),
+    "tensor_2x2": ("sharding=full_shard", TWO, TENSOR, WORKERS),
+    "tensor_four": ("strategy=ddp", FOUR, TENSOR, WORKERS),
+}
+"""The first two send the tokens of a row to its own workers only, and the last one to those with other rows too."""
+
+LOSS_CELLS = {cell: CELLS[cell] for cell in ("full_shard", "ddp_2x2")}
+
+
+def cells_of(name: str) -> tuple[str, ...]:
+    """Return the cells of a model: all, or one with each number of groups and of workers in a group."""
+    return tuple(CELLS) if name == "olmoe" else ("full_shard", "ddp_2x2", "full_shard_four")
+
+
+def tensor_cells_of(name: str) -> tuple[str, ...]:
+    """Return the cells of a model whose workers share matrices too."""
+    return tuple(TENSOR_CELLS) if name in ("olmoe", "odd") else ("tensor_2x2",)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder with the runs of each model. One command trains all."""
+    root = tmp_path_factory.mktemp("expert")
+    models: dict[str, Mapping[str, Any]] = {kind: {"model.name": str(write_config(root, kind))} for kind in KINDS}
     losses: dict[str, Mapping[str, Any]] = {
         "chunked": {**models["olmoe"], "train.loss": "chunked"},
         "targets": {**models["olmoe"], "train.logits": "targets"},
     }
-    models["idle"] = {"model.name": str(write_idle_experts(tmp_path / "idle")), "model.init": "pretrained"}
-    base = (*hugging_face(tmp_path / "base", "mixtral"), *COMMON)
-    train_all(tmp_path, base, models, CELLS)
-    for name in models:
-        check_outcomes(tmp_path, name, *CELLS, bound=2e-6)
-    some = {cell: CELLS[cell] for cell in ("full_shard", "ddp_2x2")}
-    train_all(tmp_path / "losses", base, losses, some)
-    for name in losses:
-        check_outcomes(tmp_path / "losses", name, *some, bound=2e-6)
+    models["idle"] = {"model.name": str(write_idle_experts(root / "idle")), "model.init": "pretrained"}
+    base = (*hugging_face(root / "base", "mixtral"), *COMMON)
+    write_cells(root, base, models, CELLS, cells_of)
+    write_cells(root / "losses", base, losses, LOSS_CELLS)
+    shared = {kind: {"model.name": str(write_config(root / "shared", kind))} for kind in EXPERT_TENSOR_TYPES}
+    shared["odd"] = {**shared["olmoe"], "dataset.max_length": 23}  # so that all workers of a row send all tokens
+    write_cells(root / "tensor", base, shared, TENSOR_CELLS, tensor_cells_of)
+    train_written(root)
+    return root
+
+
+@pytest.mark.slow
+def test_mixtures_of_experts_train_as_on_one_worker(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (*KINDS, "idle"):
+        check_outcomes(runs, name, *cells_of(name), bound=2e-6)
+    for name in ("chunked", "targets"):
+        check_outcomes(runs / "losses", name, *LOSS_CELLS, bound=2e-6)
     for cell, options in CELLS.items():
-        record = RunRecord.read(next(tmp_path.glob(f"olmoe-*/{cell}/record.json")))
+        record = RunRecord.read(next(runs.glob(f"olmoe-*/{cell}/record.json")))
         built, workers = record.built, 4 if WORKERS in options else 2
         assert built is not None
         wrapper = WRAPPERS.get(options[0], "fully_shard(reshard_after_forward=True)")
@@ -71,12 +110,13 @@ def test_mixtures_of_experts_train_as_on_one_worker(tmp_path: Path, monkeypatch:
         assert built.mesh == ([workers, 1] if wrapper == "replicate" else [1, workers])
         assert record.metrics.expert_load is not None
         assert 1 / 4 < record.metrics.expert_load <= 1 / 2  # A token chooses two of four experts.
-        idle = RunRecord.read(next(tmp_path.glob(f"idle-*/{cell}/record.json"))).metrics.expert_load
+    for cell in cells_of("idle"):
+        idle = RunRecord.read(next(runs.glob(f"idle-*/{cell}/record.json"))).metrics.expert_load
         assert idle is not None
         assert 1 / 2 <= idle < 1
     monkeypatch.syspath_prepend(HELPERS)  # of the data set
     for cell in ("ddp_2x2", "full_shard_2x2", "full_shard_four"):
-        check_predicted_memory(next(tmp_path.glob(f"olmoe-*/{cell}")))
+        check_predicted_memory(next(runs.glob(f"olmoe-*/{cell}")))
 
 
 def write_idle_experts(folder: Path) -> Path:
@@ -103,12 +143,22 @@ def check_predicted_memory(run: Path) -> None:
     assert largest["parameters"] == pytest.approx(measured["parameters_mib"], rel=0.1)
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_all_named_types_train_as_on_one_worker(tmp_path: Path) -> None:
-    models = {kind: {"model.name": str(write_config(tmp_path, kind))} for kind in EXPERT_TYPES}
-    train_all(tmp_path, (*hugging_face(tmp_path / "base", "mixtral"), *COMMON), models, {"ddp": CELLS["ddp"]})
-    for kind in EXPERT_TYPES:
-        check_outcomes(tmp_path, kind, "ddp", bound=2e-6)
+    check_types(tmp_path, EXPERT_TYPES, {"ddp": CELLS["ddp"]}, *COMMON)
+
+
+@pytest.mark.slow
+def test_experts_and_matrices_are_shared_as_on_one_worker(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = runs / "tensor"
+    monkeypatch.syspath_prepend(HELPERS)  # of the data set
+    for kind in (*EXPERT_TENSOR_TYPES, "odd"):
+        check_outcomes(folder, kind, *tensor_cells_of(kind))
+    for cell, mesh in {"tensor": [1, 1], "tensor_2x2": [1, 2], "tensor_four": [2, 1]}.items():
+        built = RunRecord.read(next(folder.glob(f"olmoe-*/{cell}/record.json"))).built
+        assert built is not None
+        assert (built.tensor, built.expert, built.mesh) == (2, 4 if cell == "tensor_four" else 2, mesh)
+        check_predicted_memory(next(folder.glob(f"olmoe-*/{cell}")))
 
 
 @pytest.mark.slow
@@ -159,13 +209,14 @@ INSTEAD, BATCH = "parallel.expert=1", "train.global_batch_size=16"
         (("cluster.nodes=3", "cluster.workers_per_node=1"), "=2, or", ("cluster.workers_per_node=2",)),
         (("parallel.expert=3", "cluster.workers_per_node=3"), "=4 of the model: use", (INSTEAD,)),
         (
-            ("parallel.tensor=2",),
-            "with parallel.tensor=2 is not supported: use",
-            ("parallel.tensor=1",),
+            (TENSOR, "++model.options.output_router_logits=true"),
+            "with parallel.tensor=2 does not support model.options.output_router_logits=true: use",
+            ("++model.options.output_router_logits=false",),
         ),
+        (("parallel.tensor=4",), "key_value_heads of the model=2: use parallel.tensor=2", (TENSOR,)),
         (("parallel.context=2",), "with parallel.context=2 is not", ("parallel.context=1",)),
-        (("sharding=hybrid_shard",), "sharding=hybrid_shard needs a mesh of three", ("sharding=full_shard",)),
-        (("sharding=no_shard",), "sharding=no_shard needs a mesh of three", ("sharding=shard_grad_op",)),
+        (("sharding=hybrid_shard",), "=hybrid_shard is not supported, because the experts", ("sharding=full_shard",)),
+        (("sharding=no_shard",), "=no_shard is not supported, because the experts", ("sharding=shard_grad_op",)),
         (
             ("strategy=ddp", "ddp.static_graph=true"),
             "no effect with parallel.expert=2",
@@ -177,8 +228,6 @@ INSTEAD, BATCH = "parallel.expert=1", "train.global_batch_size=16"
         (("train.compile=true",), "train.compile=blocks: use train.compile=false", ("train.compile=false",)),
         (("train.micro_batch_size=auto", BATCH), "=auto: use a number", ("train.micro_batch_size=2",)),
         (("train.score_answers=true", "dataset=squad_sample"), "=true: use", ("train.score_answers=false",)),
-        (("command=choose",), "not supported by distexp choose", ("command=train",)),
-        (("command=forecast",), "not supported by distexp forecast", ("command=verify",)),
     ],
 )
 def test_what_is_not_supported_is_refused_with_what_to_type(
@@ -195,6 +244,8 @@ def test_a_dense_model_is_refused_before_a_worker_starts(tmp_path: Path) -> None
         resolve_cell(*BASE, "model=gpt_tiny", TWO)
     with pytest.raises(ConfigError, match=r"\(llama\): use parallel.expert=1, or one of the types .*mixtral"):
         resolve_cell(*BASE, *hugging_face(tmp_path, "llama"), TWO)
+    with pytest.raises(ConfigError, match=r"\(granitemoe\), because no plan .* use parallel.tensor=1 .*one of mixtral"):
+        resolve_cell(*BASE, *hugging_face(tmp_path, "granitemoe"), TWO, TENSOR)
 
 
 def test_all_workers_have_their_own_rows(tmp_path: Path) -> None:

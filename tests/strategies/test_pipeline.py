@@ -6,9 +6,11 @@ those of SGD, as in ``test_tensor.py``.
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +25,24 @@ from distexp.runs.record import RunRecord, RunSpec
 from distexp.strategies.parallel.checks import PIPELINE_TYPES, cut_evenly
 from distexp.system.units import MIB
 from tests.helpers.runs import HELPERS, resolve_cell
-from tests.helpers.zoo import VOCABULARY, check_outcomes, hugging_face, train_all, write_config
+from tests.helpers.zoo import (
+    VOCABULARY,
+    Halves,
+    check_outcomes,
+    check_types,
+    hugging_face,
+    train_written,
+    write_cells,
+    write_config,
+)
 
 COMMON = ("train.optimizer=sgd", "train.momentum=0", "train.learning_rate=0.1", "train.gradient_clipping=0.3")
 
 
-def cell(schedule: str, workers: int = 2, groups: int = 1) -> tuple[str, ...]:
+def cell(schedule: str, workers: int = 2, groups: int = 1, strategy: str = "strategy=ddp") -> tuple[str, ...]:
     """Return the overrides of a cell. A step has four micro-batches, of one group or of all."""
     return (
-        *("strategy=ddp", f"parallel.pipeline={workers}", f"parallel.schedule={schedule}"),
+        *(strategy, f"parallel.pipeline={workers}", f"parallel.schedule={schedule}"),
         *(f"cluster.workers_per_node={workers * groups}", f"train.gradient_accumulation_steps={4 // groups}"),
     )
 
@@ -45,6 +56,16 @@ CELLS: dict[str, tuple[str, ...]] = {
     "zero_bubble_2x2": cell("zero_bubble", groups=2),
     "four": cell("1f1b", 4),
     "gpipe_four": cell("gpipe", 4),
+    "full_shard_2x2": cell("1f1b", groups=2, strategy="sharding=full_shard"),
+    "shard_grad_op_2x2": cell("gpipe", groups=2, strategy="sharding=shard_grad_op"),
+    "hybrid_2x2": (*cell("1f1b", groups=2, strategy="sharding=hybrid_shard"), "fsdp.replicas=2"),
+    "tensor_2x2": (*cell("1f1b"), "parallel.tensor=2", "cluster.workers_per_node=4"),
+}
+WRAPPERS = {
+    "full_shard_2x2": "fully_shard(reshard_after_forward=True)",
+    "shard_grad_op_2x2": "fully_shard(reshard_after_forward=False)",
+    "hybrid_2x2": "fully_shard(reshard_after_forward=True)",
+    "tensor_2x2": "replicate",
 }
 MODELS: dict[str, dict[str, Mapping[str, Any]]] = {
     "gpt_tiny": {
@@ -65,32 +86,83 @@ def cells_of(name: str) -> tuple[str, ...]:
     """Return the cells of a model: all, or some in which the workers have one stage or two, and a group or two."""
     if name in ("plain", "tied"):
         return tuple(CELLS)
-    return ("interleaved", "1f1b_2x2", "four") if name == "checkpointed" else ("1f1b", "interleaved", "zero_bubble_2x2")
+    if name in ("checkpointed", "muon"):
+        return ("interleaved", "1f1b_2x2", "four", "full_shard_2x2", "tensor_2x2")
+    return ("1f1b", "interleaved", "zero_bubble_2x2")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("model", MODELS)
-def test_own_models_train_as_on_one_worker(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    base = (f"model={model}", f"model.vocab_size={VOCABULARY}", "model.num_layers=5", *COMMON)
-    train_all(tmp_path, base, MODELS[model], CELLS, cells_of)
-    for name in MODELS[model]:
-        check_outcomes(tmp_path, name, *cells_of(name))
-    alone = RunRecord.read(tmp_path / "plain-1" / "single" / "record.json")
+TYPES = {"llama": ("full_shard_2x2", "tensor_2x2"), "gemma3_text": ("shard_grad_op_2x2", "tensor_2x2")}
+"""Types of transformers, and the cells of each besides ``1f1b``."""
+
+
+def type_cells(kind: str) -> tuple[str, ...]:
+    """Return the cells of a type of transformers."""
+    return ("1f1b", *TYPES[kind])
+
+
+HALVES = Halves(MODELS, {"gpt_tiny": ("plain", "checkpointed")})
+
+
+@pytest.fixture(scope="module")
+def variants(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Path]:
+    """Return a function that trains a variant with all others of its half, and returns the folder of its model."""
+
+    @cache
+    def run(half: str) -> Path:
+        root = tmp_path_factory.mktemp("variants")
+        for model in MODELS:
+            own = (f"model={model}", f"model.vocab_size={VOCABULARY}", "model.num_layers=5", *COMMON)
+            write_cells(root / model, own, HALVES.variants(model, half), CELLS, cells_of)
+        train_written(root)
+        return root
+
+    return lambda model, name: run(HALVES.half(model, name)) / model
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder with the runs of models of transformers, and of those that are resumed."""
+    root = tmp_path_factory.mktemp("pipeline")
+    types = {kind: {"model.name": str(write_config(root, kind))} for kind in TYPES}
+    base = (*hugging_face(root / "base", "llama"), *COMMON)
+    write_cells(root / "types", base, types, {name: CELLS[name] for name in ("1f1b", *WRAPPERS)}, type_cells)
+    write_resumed(root / "resumed")
+    train_written(root)
+    return root
+
+
+@pytest.mark.parametrize(("model", "names"), HALVES.cases(*MODELS))
+def test_own_models_train_as_on_one_worker(
+    model: str, names: tuple[str, ...], variants: Callable[[str, str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = variants(model, names[0])
+    for name in names:
+        check_outcomes(folder, name, *cells_of(name))
+    if "plain" in names:
+        monkeypatch.syspath_prepend(HELPERS)  # of the data set
+        check_built(folder)
+
+
+def check_built(folder: Path) -> None:
+    """Check what the cells have built, and the memory that was predicted for them."""
+    alone = RunRecord.read(folder / "plain-1" / "single" / "record.json")
     for each, options in CELLS.items():
-        record = RunRecord.read(next(tmp_path.glob(f"plain-*/{each}/record.json")))
+        record = RunRecord.read(next(folder.glob(f"plain-*/{each}/record.json")))
         assert record.built is not None
         assert alone.built is not None
         workers = 4 if "four" in each else 2
         built = record.built
         assert (built.pipeline, f"parallel.schedule={built.schedule}" in options) == (workers, True)
+        assert (built.wrapper, built.tensor) == (WRAPPERS.get(each, "pipeline"), 2 if each == "tensor_2x2" else 1)
+        groups = options.count("train.gradient_accumulation_steps=2") + 1
+        assert built.mesh == ([1, groups] if "shard" in each else [groups, 1])
         assert built.stages is not None
         assert sum(built.stages) == 5
         assert len(built.stages) == workers * (2 if each.startswith(("interleaved", "zero")) else 1)
         assert built.parameters == alone.built.parameters
         assert record.metrics.padding_share == alone.metrics.padding_share
-    monkeypatch.syspath_prepend(HELPERS)  # of the data set
-    for each in ("gpipe", "1f1b"):
-        check_predicted_memory(tmp_path / "plain-2" / each)
+    for each in ("gpipe", "1f1b", *WRAPPERS):
+        check_predicted_memory(next(folder.glob(f"plain-*/{each}")))
 
 
 def check_predicted_memory(run: Path) -> None:
@@ -102,41 +174,65 @@ def check_predicted_memory(run: Path) -> None:
     trace = trace_step(RunSpec.read(run).config, on_gpu=False)
     curve = replay([replace(event, device="gpu", stream="") for event in trace.events if event.block >= 0]).curve
     largest = {part: max(point.parts[part] for point in curve) / MIB for part in PARTS}
+    assert largest["parameters"] == pytest.approx(measured["parameters_mib"], rel=0.08)
     stored = measured["activations_mib"]  # with the probabilities, which are as wide as the vocabulary
     assert largest["activations"] < stored < largest["activations"] + largest["logits"]
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kind", TYPES)
+def test_models_of_transformers_train_as_on_one_worker(kind: str, runs: Path) -> None:
+    check_outcomes(runs / "types", kind, *type_cells(kind))
+
+
+@pytest.mark.release
 def test_all_named_types_train_as_on_one_worker(tmp_path: Path) -> None:
-    models = {kind: {"model.name": str(write_config(tmp_path, kind))} for kind in PIPELINE_TYPES}
-    base = (*hugging_face(tmp_path / "base", "llama"), *COMMON)
-    train_all(tmp_path, base, models, {"1f1b": CELLS["1f1b"]})
-    for kind in PIPELINE_TYPES:
-        check_outcomes(tmp_path, kind, "1f1b")
+    check_types(tmp_path, PIPELINE_TYPES, {"1f1b": CELLS["1f1b"]}, *COMMON)
+
+
+RESUMED = {
+    "b_of_stages": "a-2/1f1b",
+    "c_of_one": "a-1/single",
+    "d_of_shards": "a-4/full_shard_2x2",
+    "e_of_tensor": "a-4/tensor_2x2",
+    "f_of_hybrid": "a-8/hybrid_2x2x2",
+}
+"""Runs with other stages or without any, and the run whose checkpoint they resume."""
+
+RESUMED_CELLS = {
+    **{name: CELLS[name] for name in ("1f1b", "zero_bubble", "1f1b_2x2", "full_shard_2x2", "tensor_2x2")},
+    "ddp": ("strategy=ddp", "train.gradient_accumulation_steps=2"),
+    "hybrid_2x2x2": ("sharding=hybrid_shard", "fsdp.replicas=2", "parallel.tensor=2", "cluster.workers_per_node=8"),
+}
+
+
+def resumed_cells(name: str) -> tuple[str, ...]:
+    """Return the cells of a run: all, or two of those that resume."""
+    return tuple(RESUMED_CELLS) if name == "a" else ("1f1b", "full_shard_2x2")
+
+
+def write_resumed(folder: Path) -> None:
+    """Write runs that resume a checkpoint of others. Two of the workers share a weight."""
+    adamw = ("train.optimizer=adamw", "train.eps=1e-4", "train.gradient_clipping=0.3")
+    base = (*hugging_face(folder, "qwen2"), *adamw)  # Rows of a GPT are in the order of the workers of a tensor.
+    path = folder / "configs" / "qwen2" / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "num_hidden_layers": 5}))
+    written = {"train.checkpoint_every": 2, "train.save_model": True}
+    resumed = {name: {"train.resume": str(folder / run / "checkpoints")} for name, run in RESUMED.items()}
+    write_cells(folder, base, {"a": written, **resumed}, RESUMED_CELLS, resumed_cells)
 
 
 @pytest.mark.slow
-def test_checkpoints_and_saved_models_are_those_of_the_whole_model(tmp_path: Path) -> None:
-    """Runs with other stages or without any resume the checkpoint of a run, in which two workers share a weight."""
-    adamw = ("train.optimizer=adamw", "train.eps=1e-4", "train.gradient_clipping=0.3", "model.tie_embeddings=true")
-    base = ("model=gpt_tiny", f"model.vocab_size={VOCABULARY}", "model.num_layers=5", *adamw)
-    written = {"train.checkpoint_every": 2, "train.save_model": True}
-    models: dict[str, Mapping[str, Any]] = {
-        "a": written,
-        "b_of_stages": {"train.resume": str(tmp_path / "a-2" / "1f1b" / "checkpoints")},
-        "c_of_one": {"train.resume": str(tmp_path / "a-1" / "single" / "checkpoints")},
-    }
-    cells = {name: CELLS[name] for name in ("1f1b", "zero_bubble", "1f1b_2x2")}
-    cells["ddp"] = ("strategy=ddp", "train.gradient_accumulation_steps=2")
-    train_all(tmp_path, base, models, cells)
-    for name in models:
-        check_outcomes(tmp_path, name, *cells)
-        assert RunRecord.read(tmp_path / f"{name}-2" / "1f1b" / "record.json").status == "completed"
-    for name in ("b_of_stages", "c_of_one"):
-        logs = "".join(log.read_text() for log in tmp_path.glob(f"{name}-*/rank_0.log"))
-        assert logs.count("resuming from step 2 of ") == 1 + len(cells)
-    first, *others = (load_file(path) for path in sorted(tmp_path.glob("a-*/*/model/model.safetensors")))
-    assert len(others) == len(cells)
+def test_checkpoints_and_saved_models_are_those_of_the_whole_model(runs: Path) -> None:
+    folder = runs / "resumed"
+    for name in ("a", *RESUMED):
+        check_outcomes(folder, name, *resumed_cells(name))
+        assert RunRecord.read(folder / f"{name}-2" / "1f1b" / "record.json").status == "completed"
+    for name in RESUMED:
+        logs = "".join(log.read_text() for log in folder.glob(f"{name}-*/rank_0.log"))
+        assert logs.count("resuming from step 2 of ") == 1 + len(resumed_cells(name))
+    first, *others = (load_file(path) for path in sorted(folder.glob("a-*/*/model/model.safetensors")))
+    assert len(others) == len(RESUMED_CELLS)
     for other in others:
         assert other.keys() == first.keys()
         assert all(torch.allclose(other[name], first[name], rtol=0, atol=1e-5) for name in first)
@@ -154,12 +250,23 @@ TWO, INSTEAD = "parallel.pipeline=2", "parallel.pipeline=1"
     [
         (("strategy=single",), "not supported by strategy=single", ("strategy=ddp",)),
         (("strategy=deepspeed",), "not supported by strategy=deepspeed", ("strategy=ddp",)),
-        (("strategy=fsdp",), "not supported by strategy=fsdp: choose strategy=ddp", ("strategy=ddp",)),
+        (
+            ("strategy=fsdp", "parallel.schedule=zero_bubble", "model.num_layers=4"),
+            "schedule=zero_bubble is not supported by strategy=fsdp, because FSDP would gather the other stage of a "
+            "worker too: use parallel.schedule=1f1b, or strategy=ddp",
+            ("parallel.schedule=1f1b",),
+        ),
+        (
+            ("strategy=fsdp", "sharding=hybrid_shard", "cluster.nodes=2", "cluster.workers_per_node=1"),
+            "sharding=hybrid_shard, with 2 replicas for nodes, must divide the 1 groups of parallel.pipeline=2: use",
+            ("fsdp.replicas=1",),
+        ),
+        (("strategy=fsdp", "fsdp.wrap=none"), "=none is not supported by parallel.pipeline=2", ("fsdp.wrap=auto",)),
         (("cluster.workers_per_node=3",), "the 3 workers of the run: use", ("cluster.workers_per_node=4",)),
         (
-            ("parallel.tensor=2", "cluster.workers_per_node=4"),
-            "parallel.tensor=2 with parallel.pipeline=2 is not supported: use parallel.pipeline=1, or",
-            ("parallel.tensor=1", "parallel.pipeline=2"),
+            ("parallel.tensor=2", "cluster.workers_per_node=6"),
+            "have groups of 4 workers, which must divide the 6 workers of the run: use cluster.workers_per_node=8",
+            ("cluster.workers_per_node=8",),
         ),
         (("parallel.context=2", "cluster.workers_per_node=4"), "parallel.context=2 with", ("parallel.context=1",)),
         (("parallel.expert=2",), "parallel.expert=2 with parallel.pipeline=2 is not", ("parallel.expert=1",)),
@@ -199,12 +306,6 @@ def test_what_is_not_supported_is_refused_with_what_to_type(
     with pytest.raises(ConfigError, match=re.escape(message)):
         resolve_cell(*BASE, TWO, *overrides)
     assert resolve_cell(*BASE, TWO, *overrides, *fixed)
-
-
-@pytest.mark.parametrize("command", ["choose", "forecast"])
-def test_commands_that_cannot_model_stages_refuse(command: str) -> None:
-    with pytest.raises(ConfigError, match=f"not supported by distexp {command}"):
-        resolve_cell(*BASE, TWO, f"command={command}")
 
 
 def test_models_of_transformers_are_checked_before_a_worker_starts(tmp_path: Path) -> None:

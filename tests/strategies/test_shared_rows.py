@@ -22,7 +22,6 @@ BOTH: list[Row] = [
     (("strategy=deepspeed",), "strategy=deepspeed: choose strategy=fsdp or strategy=ddp", ("strategy=ddp",)),
     (("cluster.workers_per_node=3",), "the workers of a node", (FOUR,)),
     (("cluster.nodes=2", "cluster.workers_per_node=1"), "a node", ("cluster.workers_per_node=2",)),
-    (("adapter=lora",), "adapter=lora: use adapter=none", ("adapter=none",)),
     (("offload=true",), "offload=true: use offload=false", ("offload=false",)),
     (("strategy=ddp", "offload=true"), "offload=true: use offload=false", ("offload=false",)),
     (("engine=hf_trainer",), "engine=hf_trainer: use engine=native", ("engine=native",)),
@@ -32,8 +31,12 @@ BOTH: list[Row] = [
 ]
 OWN: dict[str, list[Row]] = {
     "tensor": [
-        (("sharding=hybrid_shard",), "sharding=hybrid_shard needs a mesh of three", ("sharding=full_shard",)),
-        (("sharding=no_shard",), "sharding=no_shard needs a mesh of three", ("sharding=shard_grad_op",)),
+        (("adapter=lora", "adapter.dropout=0.1"), "adapter.dropout=0.1: use adapter.dropout=0", ("adapter.dropout=0",)),
+        (
+            ("sharding=hybrid_shard", "fsdp.replicas=4", FOUR),
+            "fsdp.replicas=4 must divide the 2 groups of parallel.tensor=2: use fsdp.replicas=2",
+            ("fsdp.replicas=2",),
+        ),
         (("strategy=ddp", "ddp.static_graph=true"), "ddp.static_graph=True has no", ("ddp.static_graph=false",)),
         (("strategy=ddp", "ddp.communication=bf16"), "=bf16 has no effect", ("ddp.communication=fp32",)),
         (("scaling=weak_model", "model.tie_embeddings=true"), "use scaling=fixed", ("scaling=fixed",)),
@@ -43,10 +46,16 @@ OWN: dict[str, list[Row]] = {
     ],
     "context": [
         (
-            (TENSOR, FOUR),
-            "use parallel.context=1, or parallel.tensor=1 parallel.context=4",
-            ("parallel.tensor=1", "parallel.context=4"),
+            ("parallel.tensor=4", "cluster.workers_per_node=8"),
+            "parallel.context=2 parallel.tensor=4 (together 8) must divide model.num_heads=4: use parallel.context=1",
+            ("parallel.context=1",),
         ),
+        (
+            (TENSOR, "cluster.workers_per_node=6"),
+            "parallel.tensor=2 parallel.context=2 must divide the workers of a node, cluster.workers_per_node=6,",
+            ("cluster.workers_per_node=8",),
+        ),
+        (("adapter=lora",), "adapter=lora: use adapter=none", ("adapter=none",)),
         (("train.logits=targets",), "=targets: use train.logits=all", ("train.logits=all",)),
         (("dataset.max_length=33",), "max_length=33: use dataset.max_length=32", ("dataset.max_length=32",)),
         (("model.attention=flex",), "=flex of model=gpt_tiny: use model.attention=sdpa", ("model.attention=sdpa",)),
@@ -106,13 +115,6 @@ def test_models_of_transformers_are_checked_before_a_worker_starts(tmp_path: Pat
         resolve("qwen2", CONTEXT, "model.attention=eager")
     for degree in DEGREES.values():
         resolve("mistral", degree)
-
-
-@pytest.mark.parametrize("command", ["choose", "forecast"])
-@pytest.mark.parametrize("degree", DEGREES.values())
-def test_commands_without_a_model_of_the_collectives_refuse(degree: str, command: str) -> None:
-    with pytest.raises(ConfigError, match=f"not supported by distexp {command}"):
-        resolve_cell(*BASE, degree, f"command={command}")
 
 
 def test_the_global_batch_counts_workers_with_their_own_rows() -> None:

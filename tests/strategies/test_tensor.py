@@ -6,12 +6,16 @@ rounding of a tiny gradient into an update of full size.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
 
 from distexp.plan.replay import PARTS, replay
 from distexp.plan.trace.tracing import trace_step
@@ -19,7 +23,7 @@ from distexp.runs.record import RunRecord, RunSpec
 from distexp.strategies.parallel.checks import TENSOR_TYPES
 from distexp.system.units import MIB
 from tests.helpers.runs import HELPERS
-from tests.helpers.zoo import VOCABULARY, check_outcomes, hugging_face, train_all, write_config
+from tests.helpers.zoo import VOCABULARY, Halves, check_outcomes, check_types, hugging_face, train_written, write_cells
 
 COMMON = ("train.optimizer=sgd", "train.momentum=0", "train.learning_rate=0.1", "train.gradient_clipping=0.3")
 TWO, FOUR = "parallel.tensor=2", ("parallel.tensor=2", "cluster.workers_per_node=4")
@@ -31,8 +35,10 @@ CELLS: dict[str, tuple[str, ...]] = {
     "ddp_2x2": ("strategy=ddp", *FOUR),
     "checkpointed_2x2": ("sharding=full_shard", "train.activation_checkpointing=true", *FOUR),
     "units_2x2": ("sharding=full_shard", "fsdp.blocks_per_unit=2", *FOUR),
+    "no_shard_2x2": ("sharding=no_shard", *FOUR),
+    "hybrid_2x2x2": ("sharding=hybrid_shard", "fsdp.replicas=2", TWO, "cluster.workers_per_node=8"),
 }
-"""Each with accumulation: two micro-batches in a step of four workers, and four in one of two."""
+"""With accumulation: two micro-batches in a step of four workers, and four in one of two."""
 
 WRAPPERS = {"ddp": "replicate", "shard_grad_op": "fully_shard(reshard_after_forward=False)"}
 ODD = VOCABULARY + 1
@@ -43,9 +49,24 @@ SMALL: dict[str, Mapping[str, Any]] = {
     "chunked": {"train.loss": "chunked"},
     "targets": {"train.logits": "targets"},
 }
-GPT_ONLY: dict[str, Mapping[str, Any]] = {
-    "tied": {"model.tie_embeddings": True},
-    "tied_odd": {"model.tie_embeddings": True, "model.vocab_size": ODD},
+OWN: dict[str, Mapping[str, Mapping[str, Any]]] = {
+    "gpt_tiny": {
+        **SMALL,
+        "tied": {"model.tie_embeddings": True},
+        "tied_odd": {"model.tie_embeddings": True, "model.vocab_size": ODD},
+    },
+    "bloom_tiny": {**SMALL, "sdpa": {"model.attention": "sdpa"}},
+}
+LORA: dict[str, Mapping[str, Any]] = {
+    name: {
+        **{"adapter.name": "lora", "adapter.targets": ["q_proj", "o_proj", "up_proj", "down_proj"]},
+        **{"train.learning_rate": 2.0, "train.warmup_steps": 0, "train.save_model": True, "dataset.max_length": length},
+    }
+    for name, length in (("lora", 24), ("lora_odd", 23))
+}
+"""Layers that are cut by their outputs and by their inputs. A large rate lets B, which is 0 first, reach A."""
+OTHERS = {
+    kind: {name: values for name, values in SMALL.items() if name != "odd_vocabulary"} for kind in ("llama", "qwen3")
 }
 
 
@@ -54,29 +75,53 @@ def cells_of(name: str) -> tuple[str, ...]:
     return tuple(CELLS) if name == "plain" else ("full_shard", "ddp_2x2", "checkpointed_2x2")
 
 
-def train(folder: Path, base: tuple[str, ...], models: Mapping[str, Mapping[str, Any]], *cells: str) -> None:
-    chosen = None if cells else cells_of
-    train_all(folder, (*base, *COMMON), models, {cell: CELLS[cell] for cell in cells or CELLS}, chosen)
+HALVES = Halves({**OWN, **OTHERS, "llama": {**OTHERS["llama"], **LORA}}, {"gpt_tiny": ("plain", "tied"), "llama": LORA})
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("model", ["gpt_tiny", "bloom_tiny"])
-def test_own_models_train_as_on_one_worker(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    models = {**SMALL, **(GPT_ONLY if model == "gpt_tiny" else {"sdpa": {"model.attention": "sdpa"}})}
-    train(tmp_path, (f"model={model}", f"model.vocab_size={VOCABULARY}"), models)
-    for name in models:
-        check_outcomes(tmp_path, name, *cells_of(name))
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Path]:
+    """Return a function that trains a variant with all others of its half, and returns the folder of its model."""
+
+    @cache
+    def run(half: str) -> Path:
+        root = tmp_path_factory.mktemp("tensor")
+        for model in OWN:
+            base = (f"model={model}", f"model.vocab_size={VOCABULARY}", *COMMON)
+            write_cells(root / model, base, HALVES.variants(model, half), CELLS, cells_of)
+        for kind in OTHERS:
+            base = (*hugging_face(root / kind, kind), *COMMON)
+            write_cells(root / kind, base, HALVES.variants(kind, half), CELLS, cells_of)
+        train_written(root)
+        return root
+
+    return lambda model, name: run(HALVES.half(model, name)) / model
+
+
+@pytest.mark.parametrize(("model", "names"), HALVES.cases(*OWN))
+def test_own_models_train_as_on_one_worker(
+    model: str, names: tuple[str, ...], runs: Callable[[str, str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = runs(model, names[0])
+    for name in names:
+        check_outcomes(folder, name, *cells_of(name))
+    if "plain" in names:
+        monkeypatch.syspath_prepend(HELPERS)  # of the data set
+        check_built(folder)
+
+
+def check_built(folder: Path) -> None:
+    """Check what the cells have built, and the memory that was predicted for them."""
     for cell, options in CELLS.items():
-        built = RunRecord.read(next(tmp_path.glob(f"plain-*/{cell}/record.json"))).built
+        built = RunRecord.read(next(folder.glob(f"plain-*/{cell}/record.json"))).built
         assert built is not None
-        replicas = 2 if FOUR[1] in options else 1
-        name = cell.removesuffix("_2x2")
+        groups = int(options[-1].rpartition("=")[2]) // 2 if len(options) > 2 else 1
+        name = cell.partition("_2x2")[0]
         assert built.wrapper == WRAPPERS.get(name, "fully_shard(reshard_after_forward=True)")
-        assert (built.tensor, built.world_size) == (2, 2 * replicas)
-        assert built.mesh == ([replicas, 1] if name == "ddp" else [1, replicas])
-    monkeypatch.syspath_prepend(HELPERS)  # of the data set
-    for cell in ("ddp", "full_shard_2x2", "shard_grad_op_2x2"):
-        check_predicted_memory(next(tmp_path.glob(f"plain-*/{cell}")))
+        assert (built.tensor, built.world_size) == (2, 2 * groups)
+        replicas = {"ddp": groups, "no_shard": groups, "hybrid": 2}.get(name, 1)
+        assert built.mesh == [replicas, groups // replicas]
+    for cell in ("ddp", "full_shard_2x2", "shard_grad_op_2x2", "hybrid_2x2x2"):
+        check_predicted_memory(next(folder.glob(f"plain-*/{cell}")))
 
 
 def check_predicted_memory(run: Path) -> None:
@@ -90,18 +135,30 @@ def check_predicted_memory(run: Path) -> None:
     assert largest["activations"] < stored < largest["activations"] + largest["logits"]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["llama", "qwen3"])
-def test_models_of_transformers_train_as_on_one_worker(kind: str, tmp_path: Path) -> None:
-    models = {name: values for name, values in SMALL.items() if name != "odd_vocabulary"}
-    train(tmp_path, hugging_face(tmp_path, kind), models)
-    for name in models:
-        check_outcomes(tmp_path, name, *cells_of(name))
+@pytest.mark.parametrize(("kind", "names"), HALVES.cases(*OTHERS))
+def test_models_of_transformers_train_as_on_one_worker(
+    kind: str, names: tuple[str, ...], runs: Callable[[str, str], Path]
+) -> None:
+    for name in names:
+        check_outcomes(runs(kind, name), name, *cells_of(name))
+    if "lora" in names:
+        check_adapters(runs(kind, "lora"))
 
 
-@pytest.mark.slow
+def check_adapters(folder: Path) -> None:
+    """Check that the workers have trained and saved the adapters that one worker has."""
+    saved: list[list[dict[str, Tensor]]] = []
+    for name in LORA:
+        saved.append([load_file(path) for path in sorted(folder.glob(f"{name}-*/*/model/adapter_model.safetensors"))])
+        first, *others = saved[-1]
+        assert len(others) == len(cells_of(name))
+        assert all(tensor.any() for tensor in first.values())
+        for other in others:
+            torch.testing.assert_close(other, first, rtol=0, atol=1e-5)
+    names = {key.split(".")[-3] for key in saved[0][0]}
+    assert names == {"q_proj", "o_proj", "down_proj", "up_proj"}
+
+
+@pytest.mark.release
 def test_all_named_types_train_as_on_one_worker(tmp_path: Path) -> None:
-    models = {kind: {"model.name": str(write_config(tmp_path, kind))} for kind in TENSOR_TYPES}
-    train(tmp_path, hugging_face(tmp_path / "base", "llama"), models, "full_shard")
-    for kind in TENSOR_TYPES:
-        check_outcomes(tmp_path, kind, "full_shard")
+    check_types(tmp_path, TENSOR_TYPES, {"full_shard": CELLS["full_shard"]}, *COMMON)

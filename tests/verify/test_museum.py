@@ -22,19 +22,32 @@ EXPECTED = {
     "bloom_tiny": {name: bug.cause for name, bug in TEXT_BUGS.items()} | OWN_BUGS,
     "resnet_tiny": {name: bug.cause for name, bug in IMAGE_BUGS.items()},
 }
-CASES = [(model, name) for model, bugs in EXPECTED.items() for name in bugs]
+EXAMPLES = (
+    *("summed", "not_reduced", "last_micro_batch_only", "mean_per_micro_batch", "other_betas", "local_clip_norm"),
+    *("other_initial_weights", "untied", "resumed_without_states", "same_samples", "stale_evaluation"),
+    *("none", *IMAGE_BUGS),
+)
+"""A bug of each part of a training: gradients, micro-batches, update, clipping, start, resume, data, evaluation."""
+
+
+def mark(name: str) -> pytest.MarkDecorator:
+    """Return the mark of a bug."""
+    return pytest.mark.slow if name in EXAMPLES else pytest.mark.release
+
+
+CASES = [pytest.param(model, name, marks=mark(name)) for model, bugs in EXPECTED.items() for name in bugs]
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Return a function with the result of each bug of a model; one command verifies all of them."""
-    folder = tmp_path_factory.mktemp("museum")
+    """Return a function with the result of a bug of a model; one command verifies all that have the same mark."""
 
     @cache
-    def of_model(model: str) -> Mapping[str, Mapping[str, Any]]:
-        return verify_bugs(["none", *EXPECTED[model]], model, folder)
+    def of_group(model: str, examples: bool) -> Mapping[str, Mapping[str, Any]]:
+        names = [name for name in ("none", *EXPECTED[model]) if (name in EXAMPLES) == examples]
+        return verify_bugs(names, model, tmp_path_factory.mktemp("museum"))
 
-    return of_model
+    return lambda model, name: of_group(model, name in EXAMPLES)[name]
 
 
 def verify_bugs(names: Iterable[str], model: str, folder: Path) -> dict[str, dict[str, Any]]:
@@ -44,10 +57,9 @@ def verify_bugs(names: Iterable[str], model: str, folder: Path) -> dict[str, dic
     return {result["label"].rpartition("=")[2]: result for result in json.loads(done.stdout)}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("model", "name"), CASES)
 def test_a_bug_is_caught_and_its_cause_is_named(results: Any, model: str, name: str) -> None:
-    found = results(model)[name]
+    found = results(model, name)
     assert found["status"] == "different"
     assert found["cause"]["id"] == EXPECTED[model][name], found["cause"]["sentence"]
 
@@ -55,4 +67,4 @@ def test_a_bug_is_caught_and_its_cause_is_named(results: Any, model: str, name: 
 @pytest.mark.slow
 @pytest.mark.parametrize("model", EXPECTED)
 def test_the_strategy_of_the_museum_without_a_bug_is_equal(results: Any, model: str) -> None:
-    assert results(model)["none"]["status"] == "equal"
+    assert results(model, "none")["status"] == "equal"

@@ -57,7 +57,7 @@ def has_tried(folder: Path) -> bool:
     return "compiling" in {event.phase for event in read_phase_events(folder / EVENTS)}
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_a_model_that_is_no_graph_trains_with_compiled_blocks_and_the_next_run_knows_it(trainings: Trainings) -> None:
     model = ("model=gpt_tiny", f"model._target_={MODELS}.build_deciding", "cluster.workers_per_node=2")
     printed, first = trainings.run(*model, "strategy=compiling_ddp", "kernels=fast")

@@ -55,6 +55,21 @@ def test_another_error_is_kept(phase: str, free: int, tmp_path: Path, monkeypatc
     assert (found.type, found.message) == ("RuntimeError", str(TORCH_ERROR))
 
 
+class UnprintableError(Exception):
+    """An error of custom code whose message cannot be printed."""
+
+    def __str__(self) -> str:
+        raise ValueError("no text")
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [(UnprintableError(), "its message cannot be printed"), (RuntimeError("x" * 10**6), "x" * 10_000 + "... (cut)")],
+)
+def test_the_record_has_a_short_message_of_any_error(error: Exception, message: str, tmp_path: Path) -> None:
+    assert describe_error(error, tmp_path, "train", rank=1).message == message
+
+
 def test_an_error_is_kept_if_its_place_cannot_be_determined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> str:
         raise OSError("the current folder was deleted")

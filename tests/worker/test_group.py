@@ -82,6 +82,28 @@ def test_the_libraries_are_imported_before_the_fork_and_cuda_is_not_initialized(
     assert output.splitlines()[-1] == "[] [] False []", "missing, needless, CUDA is initialized, variables left"
 
 
+def test_a_library_that_initializes_cuda_when_it_is_imported_is_left_to_the_workers(tmp_path: Path) -> None:
+    """A forked worker cannot use the CUDA state of its parent. torchao asks for the capability when it is imported."""
+    (tmp_path / "starts_cuda.py").write_text("import torch\ntorch.cuda.init()\n")
+    (tmp_path / "asks_capability.py").write_text(
+        "import torch\nCAPABILITY = torch.cuda.get_device_capability(device=0)\n"
+    )
+    (tmp_path / "pynvml.py").write_text(
+        "NVMLError = OSError\ndef nvmlInit(): pass\ndef nvmlShutdown(): pass\ndef nvmlDeviceGetHandleByIndex(_): pass\n"
+        "def nvmlDeviceGetCudaComputeCapability(_): return [9, 0]\n"
+    )
+    program = (
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
+        "from distexp.worker.preload import preload\npreload(['starts_cuda', 'asks_capability'], 'cuda')\n"
+        "import torch\nprint('starts_cuda' in sys.modules, sys.modules['asks_capability'].CAPABILITY,\n"
+        "      torch.cuda.is_initialized(), torch.cuda._lazy_init.__module__)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    assert done.stdout.split("\n")[0] == "False (9, 0) False torch.cuda"
+    assert "cannot import starts_cuda ahead of the workers" in done.stderr
+    assert "CUDA must not be initialized in a process that forks workers" in done.stderr
+
+
 def test_the_compiler_is_imported_before_the_fork_if_a_run_compiles() -> None:
     """It starts no thread and no process, which a forked worker would not have."""
     output, _ = start(PRELOADS_COMPILER).communicate(timeout=600)

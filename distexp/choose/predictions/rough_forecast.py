@@ -17,6 +17,7 @@ from distexp.hardware.facts import facts, gpu_facts, peak_tflops
 from distexp.plan.verdict import planned_gpu
 from distexp.resolve.resources import parameter_count
 from distexp.strategies.base import load_strategy
+from distexp.strategies.parallel.checks import bubble_share, schedule_of
 from distexp.system.cache_dir import cache_dir, file_name
 from distexp.system.files import read_json
 from distexp.system.units import MIB
@@ -26,8 +27,9 @@ GB, TERA = 1e9, 1e12
 
 def communication_s(config: Config, parameters: float, speeds: MachineSpeeds, trained_share: float = 1.0) -> float:
     """Return the seconds in collectives of a step, without latencies. None of them is hidden."""
-    cluster, steps = config.cluster, config.train.gradient_accumulation_steps
-    target = Target(cluster.nodes, cluster.workers_per_node or 1, steps, samples_per_step=0.0)
+    cluster, steps, cut = config.cluster, config.train.gradient_accumulation_steps, weight_parts(config)
+    target = Target(cluster.nodes, max(1, (cluster.workers_per_node or 1) // cut), steps, samples_per_step=0.0)
+    parameters /= cut
     communication = replace(load_strategy(config).communication(config), trained_share=trained_share)
     shard, replicas = (group_layout(communication, axis, target) for axis in ("shard", "replicate"))
     in_shards = parameters * communication.bytes_per_parameter(steps)
@@ -64,7 +66,7 @@ class MachineSpeeds:
 
 def read_machine_speeds(config: Config) -> MachineSpeeds:
     """Return the speeds of the machine of a run."""
-    precision, links = config.precision.name, facts().links
+    precision, links = config.precision.outside_products, facts().links
     network = links["network"].step_gb_per_s
     if config.cluster.device == "cpu":
         cores = config.cluster.cpus_per_worker or 1
@@ -106,6 +108,7 @@ class Work:
     written_bytes: float  # size of the tensors that it allocates
     parameters: float  # number of parameters of the whole model
     trained_share: float = 1.0  # share of them that is trained
+    exchanged_bytes: float = 0.0  # between workers that share a model, in the passes
 
 
 def set_forecasts(
@@ -132,19 +135,29 @@ def _scaled_work(known: Candidate, config: Config) -> Work | None:
     # If the size of the whole model is unknown, that of the worker's share of fp32 parameters counts.
     parameters = parameter_count(known.config.model) or estimate.parts.get("parameters", 0.0) * MIB / 4
     written = (estimate.written_mib or 0.0) * MIB
-    return Work(estimate.flops, operations, written, parameters, estimate.trained_share)
+    exchanged = estimate.exchanged_mib * MIB
+    return Work(estimate.flops, operations, written, parameters, estimate.trained_share, exchanged)
 
 
 def rough_step_s(config: Config, work: Work, speeds: MachineSpeeds) -> float:
     """Return a rough forecast of the time of a step: computation or launches, optimizer, and exposed communication."""
     steps = config.train.gradient_accumulation_steps
-    moved = (1 + READS_PER_WRITE) * work.written_bytes + PASSES * steps * work.parameters * _compute_bytes(config)
+    weights = work.parameters / weight_parts(config) * _compute_bytes(config)
+    moved = (1 + READS_PER_WRITE) * work.written_bytes + PASSES * steps * weights
     computation = work.flops / (speeds.tflops * TERA) + moved / (speeds.memory_gb_per_s * GB)
     body = max(computation, work.operations * speeds.launch_s * load_strategy(config).launch_factor(config))
+    body += work.exchanged_bytes / (speeds.link_gb_per_s * GB)  # The next operation needs it, so it is not hidden.
+    if (stages := config.parallel.pipeline) > 1:
+        body /= 1 - bubble_share(stages, schedule_of(config), steps)
     exposed = total = communication_s(config, work.parameters, speeds, work.trained_share)
     if load_strategy(config).overlaps_communication(config):
         exposed = max(MIN_EXPOSED_SHARE * total, total - HIDDEN_SHARE * body)
     return body + _optimizer_s(config, work, speeds) + exposed
+
+
+def weight_parts(config: Config) -> int:
+    """Return among how many workers the weights are cut, besides a sharding. Experts are most of a mixture."""
+    return config.parallel.tensor * config.parallel.pipeline * config.parallel.expert
 
 
 def _compute_bytes(config: Config) -> int:
@@ -153,7 +166,9 @@ def _compute_bytes(config: Config) -> int:
 
 def _optimizer_s(config: Config, work: Work, speeds: MachineSpeeds) -> float:
     cluster, communication = config.cluster, load_strategy(config).communication(config)
-    values = work.parameters * work.trained_share / communication.optimizer_shards(cluster.world_size, cluster.nodes)
+    cut = weight_parts(config)
+    shards = cut * communication.optimizer_shards(max(1, cluster.world_size // cut), cluster.nodes)
+    values = work.parameters * work.trained_share / shards
     if not config.offload.enabled:
         return values * ADAMW_BYTES / (speeds.memory_gb_per_s * GB)
     moved = values * (4 + _compute_bytes(config)) / (facts().gpu_to_cpu_gb_per_s * GB)

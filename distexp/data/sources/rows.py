@@ -83,6 +83,18 @@ class Rows:
         settings = [self.form.columns(self.dataset), self.dataset.documents, self.share, self.is_held_out]
         return hashlib.sha256(json.dumps([texts, settings]).encode()).hexdigest()[:24]
 
+    def class_names(self, column: str) -> list[str]:
+        """Return the names that the library datasets knows for the numbers of a column; empty without such names."""
+        for table in self.tables:
+            if table.file is not None and kind_of(table.file) != "parquet":
+                continue
+            data = table.data if table.file is None else _stream_parquet(table.file)
+            feature = (data.features or {}).get(column)
+            names = getattr(getattr(feature, "feature", feature), "names", None)  # of a list of classes, or of a class
+            if names:
+                return list(names)
+        return []
+
     def __iter__(self) -> Iterator[Row]:
         first, wrong, total = "", 0, 0
         every = (row for table in self.tables for row in _read(table, self.dataset, self.form))
@@ -176,6 +188,8 @@ def find_files(path: str) -> dict[str, list[Path]]:
         raise ConfigError(f"{name} is not a data file: use files that end in {', '.join(KINDS)}")
     if broken := [file for file in found if not file.exists()]:
         raise ConfigError(f"{broken[0]} is a link to nothing: restore its file, or remove it")
+    if special := [file for file in found if not (file.is_file() or file.is_dir())]:
+        raise ConfigError(f"{special[0]} is a pipe or a device: write its content into a file")
     if empty := [file for file in found if not file.stat().st_size]:
         raise ConfigError(f"{empty[0]} is empty: add rows to it, or remove it")
     splits: dict[str, list[Path]] = {}

@@ -31,7 +31,11 @@ def load_task(dataset: DatasetConfig, model: ModelConfig, seed: int, both: tuple
         _read(rows, size, key, notes)
         for rows, size, key in zip(both, (dataset.train_size, dataset.eval_size), ("train", "eval"), strict=True)
     )
-    classes = _number_classes(train, model.task) if model.traits.has_classes else {}
+    classes: dict[str, int] = {}
+    names: Sequence[str] = ()
+    if model.traits.has_classes:
+        known = both[0].class_names(both[0].form.columns(dataset)[1])
+        classes, names = _number_classes(train, model.task, known)
     tokenizer = load_tokenizer(model, _corpus(train, answers=model.task == "seq2seq_lm"))
     encoder = RowEncoder(model.task, tokenizer, text.sequence_length(dataset, model), classes, notes)
     made = [encoder.make_samples(items, rows.name) for items, rows in zip((train, held_out), both, strict=True)]
@@ -45,7 +49,7 @@ def load_task(dataset: DatasetConfig, model: ModelConfig, seed: int, both: tuple
         length=encoder.length,
         notes=notes,
         task=model.task,
-        classes=classes,
+        classes=names,
         decoder_length=max((int(np.diff(each, prepend=0).max(initial=1)) for each in ends), default=None),
     )
 
@@ -165,14 +169,18 @@ def _flatten(rows: Sequence[NDArray[Any]]) -> tuple[NDArray[Any], NDArray[np.int
     return flat, np.cumsum([len(row) for row in rows], dtype=np.int64)
 
 
-def _number_classes(items: Sequence[Item], task: str) -> Mapping[str, int]:
-    """Return the number of each class by its name. Files of CSV have numbers as texts."""
+def _number_classes(items: Sequence[Item], task: str, known: list[str]) -> tuple[dict[str, int], Sequence[str]]:
+    """Return the number of each class by its value in the rows, and the names of the classes.
+
+    Files of CSV have numbers as texts. ``known`` are the names of the numbers, if the data have names for them.
+    """
     labels = [value for _, _, value in items]
     values = {str(tag) for tags in labels for tag in tags} if task == "token_classification" else set(map(str, labels))
     if all(value.isdecimal() for value in values):
-        names = [str(number) for number in range(max(map(int, values), default=-1) + 1)]
+        names = [str(number) for number in range(max(len(known), *(int(value) + 1 for value in values), 0))]
     else:
         names = sorted(values)
     if len(names) < 2:
         raise ConfigError(f"the training rows have the classes {', '.join(names) or 'none'}: use rows of two or more")
-    return {name: number for number, name in enumerate(names)}
+    classes = {name: number for number, name in enumerate(names)}
+    return classes, known if len(known) == len(names) else names

@@ -125,7 +125,7 @@ def cancel_local(sweep_dir: Path, found: Sequence[ExistingRun]) -> Cancelled:
     to another user.
     """
     # By directory, because the numbers of several sweeps in a folder are not unique.
-    known = {run.directory: read_launcher_process(run.directory) for run in found}
+    known = {run.directory: _launcher_of(run.directory) for run in found}
     launchers = {directory: launcher for directory, launcher in known.items() if launcher is not None}
     active = [run for run in found if local_state(run).is_active]
     here = [run for run in active if run.directory in launchers and launchers[run.directory].is_local]
@@ -147,15 +147,20 @@ def cancel_local(sweep_dir: Path, found: Sequence[ExistingRun]) -> Cancelled:
     )
 
 
+def _launcher_of(run_dir: Path) -> ProcessIdentity | None:
+    """Return the launcher of a run; None if it is not known, or if a process that runs is not the launcher."""
+    launcher = read_launcher_process(run_dir)
+    is_other = launcher is not None and launcher.is_alive and not launcher.holds_lock(run_dir)
+    return None if is_other else launcher
+
+
 def _wait(runs: Sequence[ExistingRun], launchers: Iterable[ProcessIdentity]) -> list[ExistingRun]:
     """Wait for the end of all processes; return the runs that are left."""
     agents = [agent for run in runs if (agent := read_agent_process(run.directory)) is not None]
     processes = [*launchers, *agents]
     wait_until(lambda: not any(process.is_alive for process in processes), TIMEOUT_S)
     return [
-        run
-        for run in runs
-        if any(map(_is_alive, (read_agent_process(run.directory), read_launcher_process(run.directory))))
+        run for run in runs if any(map(_is_alive, (read_agent_process(run.directory), _launcher_of(run.directory))))
     ]
 
 

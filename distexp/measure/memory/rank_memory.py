@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from distexp.distributed.process_group import gather_to_all, sum_over_ranks
+from distexp.exceptions import text_of
 from distexp.measure.memory.step_parts import COMMUNICATION, Frame, is_communication, specific_frames
 from distexp.measure.memory.step_recording import (
     SavedTensorCounter,
@@ -248,7 +249,7 @@ def _observe(device: int, requested: int, total: int, free: int) -> None:
 
 def report_of(error: BaseException) -> dict[str, Any] | None:
     """Return the report of the allocation that an error is about; None for another error."""
-    is_full = out_of_memory_status(type(error).__name__, str(error)) == "oom_gpu"
+    is_full = out_of_memory_status(type(error).__name__, text_of(error)) == "oom_gpu"
     return _watches[0].report if _watches and is_full else None
 
 

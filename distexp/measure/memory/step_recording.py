@@ -10,14 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.distributed.tensor import DTensor
 
 from distexp.measure.memory import step_parts
 from distexp.models.transforms import stored_watchers
 from distexp.runs.step_files import BACKWARD, FORWARD, OPTIMIZER, PHASES
 from distexp.strategies.optimizer import ModelTensors, ReadTensors
 from distexp.system.cgroups import NvmlUnavailableError, nvml_session
-from distexp.system.torch_internals.tensors import around_backward, start_memory_history, stop_memory_history
+from distexp.system.torch_internals import tensors as internals
 from distexp.system.units import MIB
 
 MAX_ENTRIES = 2_000_000  # allocations and frees that are kept; a step has some ten thousand
@@ -52,8 +51,8 @@ class StepRecording:
         self._known = known_parts(tensors, self._start)
         self._vocabulary = tensors.vocabulary
         self._weight_sizes = frozenset(map(count_elements, tensors.parameters))
-        start_memory_history(MAX_ENTRIES)
-        self._stack.enter_context(around_backward(self._in_backward))
+        internals.start_memory_history(MAX_ENTRIES)
+        self._stack.enter_context(internals.around_backward(self._in_backward))
 
     @property
     def _index(self) -> int:
@@ -74,7 +73,7 @@ class StepRecording:
         self._stack.close()
         changes = [
             step_parts.Change(entry["addr"], entry["size"], entry["action"] == "free_requested", frames_of(entry))
-            for entry in stop_memory_history(self._index)
+            for entry in internals.stop_memory_history(self._index)
             if entry["action"] in ("alloc", "free_requested")
         ]
         self._markers = []
@@ -89,7 +88,7 @@ class StepRecording:
     def cancel(self) -> None:
         """End the recording of a step that was not finished."""
         self._stack.close()
-        stop_memory_history(self._index)
+        internals.stop_memory_history(self._index)
 
     @contextmanager
     def _in_backward(self) -> Iterator[None]:
@@ -217,18 +216,13 @@ def _read(nvml: Any, uuid: str) -> tuple[int, str] | None:
 
 def storage_sizes(tensors: Iterator[Tensor]) -> dict[int, int]:
     """Return the bytes of each storage of some tensors on this rank, by address. Views share one storage."""
-    storages = (_local(tensor).untyped_storage() for tensor in tensors)
+    storages = (part.untyped_storage() for tensor in tensors for part in internals.plain_tensors(tensor))
     return {storage.data_ptr(): storage.nbytes() for storage in storages if storage.nbytes()}
 
 
 def count_elements(parameter: Tensor) -> int:
     """Return the elements of a whole parameter. ZeRO-3 leaves an empty tensor, and keeps the number elsewhere."""
     return int(getattr(parameter, "ds_numel", parameter.numel()))
-
-
-@torch.no_grad()
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 class SavedTensorCounter:

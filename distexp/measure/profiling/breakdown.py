@@ -15,7 +15,7 @@ from typing import Any
 
 from distexp.measure.profiling.chrome_trace import COPY, MATMUL, OTHER_KERNEL, Trace, TraceCollective
 from distexp.measure.profiling.intervals import Interval, clip, intersect, merge, partition, subtract, total_length
-from distexp.runs.step_files import HIDDEN, PARTS
+from distexp.runs.metrics import HIDDEN, PARTS
 
 LONG_GAP_S = 1e-3  # A longer idle time without a launch is work of the CPU. A shorter one is the time of a launch.
 
@@ -29,6 +29,7 @@ class StepParts:
     hidden_communication_s: float
     optimizer_idle_s: float  # inside the part optimizer, without work for the GPU
     launches: int | None  # calls that launched kernels; None on the CPU
+    has_stages: bool = False
 
     @property
     def duration(self) -> float:
@@ -43,6 +44,7 @@ class StepParts:
             **{f"{name}_ms": 1000 * total_length(self.parts[name]) for name in PARTS},
             "optimizer_idle_ms": 1000 * self.optimizer_idle_s,
             **({} if on_gpu else {"launch_idle_ms": None, "optimizer_idle_ms": None}),
+            **({} if self.has_stages else {"bubble_ms": None}),
             "hidden_communication_ms": 1000 * self.hidden_communication_s,
             "launches": self.launches,
         }
@@ -65,26 +67,37 @@ def step_windows(trace: Trace) -> list[Interval]:
     return list(pairwise([*accumulate(edges[:-1], max), last]))
 
 
-def split_step(trace: Trace, window: Interval, collectives: Sequence[Transfer]) -> StepParts:
-    """Return the parts of one step of a rank."""
+NO_STAGES: Mapping[str, str] = {}
+BUBBLE = {**dict.fromkeys(("send", "recv", "send_recv"), "bubble"), "waiting": "bubble"}
+"""Parts of the kinds of communication between the stages of a pipeline, which no other communication has, and of the
+waiting if all ranks are stages of one pipeline. A stage has nothing to compute while it waits for another one."""
+
+
+def split_step(
+    trace: Trace, window: Interval, collectives: Sequence[Transfer], stages: Mapping[str, str] = NO_STAGES
+) -> StepParts:
+    """Return the parts of one step of a rank. ``stages`` is ``BUBBLE``, or a part of it, in a pipeline."""
     running = [one for one in collectives if _overlaps((one.wait[0], one.transfer[1]), window)]
-    layers = _gpu_layers(trace, window, running) if trace.on_gpu else _cpu_layers(trace, window, running)
+    communication = list(_communication_layers(running, stages))
+    layers = (_gpu_layers if trace.on_gpu else _cpu_layers)(trace, window, communication)
     spans, left = partition(window, layers)
     idle = list(_idle_spans(trace, left)) if trace.on_gpu else [(interval, "host") for interval in left]
     spans += idle
     merged = {name: merge(interval for interval, label in spans if label == name) for name in PARTS}
     busy = total_length(merge(clip((when for one in running for when in (one.wait, one.transfer)), window)))
-    exposed = total_length(merged["exposed_communication"]) + total_length(merged["waiting"])
+    exposed = sum(total_length(merged[name]) for name in ("exposed_communication", "waiting", "bubble"))
     launched = [one for one in trace.kernels if one.category != COPY and window[0] <= one.when[0] < window[1]]
     launches = len({one.launch or one.when for one in launched})  # A CUDA graph is one.
     hidden, optimizer = max(0.0, busy - exposed), [interval for interval, label in idle if label == "optimizer"]
-    return StepParts(window, merged, hidden, total_length(optimizer), launches if trace.on_gpu else None)
+    launched_of_gpu = launches if trace.on_gpu else None
+    return StepParts(window, merged, hidden, total_length(optimizer), launched_of_gpu, bool(stages))
 
 
-Layers = Iterator[tuple[str, list[Interval]]]  # parts with their intervals, for ``partition``
+Layer = tuple[str, list[Interval]]  # a part with its intervals, for ``partition``
+Layers = Iterator[Layer]
 
 
-def _gpu_layers(trace: Trace, window: Interval, collectives: Sequence[Transfer]) -> Layers:
+def _gpu_layers(trace: Trace, window: Interval, communication: Sequence[Layer]) -> Layers:
     optimizer = merge(trace.optimizer)
     kernels: dict[str, list[Interval]] = {MATMUL: [], OTHER_KERNEL: [], COPY: [], "optimizer": [], "optimizer copy": []}
     for kernel in trace.kernels:
@@ -98,26 +111,27 @@ def _gpu_layers(trace: Trace, window: Interval, collectives: Sequence[Transfer])
     yield "matmul", kernels[MATMUL]
     yield "other_kernels", kernels[OTHER_KERNEL]
     yield "optimizer", kernels["optimizer"]
-    yield from _communication_layers(collectives)
+    yield from communication
     yield "optimizer", kernels["optimizer copy"]
     yield "other_kernels", kernels[COPY]
 
 
-def _cpu_layers(trace: Trace, window: Interval, collectives: Sequence[Transfer]) -> Layers:
+def _cpu_layers(trace: Trace, window: Interval, communication: Sequence[Layer]) -> Layers:
     optimizer = merge(clip(trace.optimizer, window))
     operators = {name: merge(clip(trace.operators[name], window)) for name in (MATMUL, OTHER_KERNEL)}
     yield "data_wait", trace.data
     yield "optimizer", intersect(merge([*operators[MATMUL], *operators[OTHER_KERNEL]]), optimizer)
     yield "matmul", operators[MATMUL]
     yield "other_kernels", operators[OTHER_KERNEL]
-    yield from _communication_layers(collectives)
+    yield from communication
     yield "optimizer", optimizer
 
 
-def _communication_layers(collectives: Sequence[Transfer]) -> Layers:
+def _communication_layers(collectives: Sequence[Transfer], stages: Mapping[str, str]) -> Layers:
     """Yield the transfers, then the waiting: an instant in which one collective transfers is no waiting."""
-    yield "exposed_communication", [collective.transfer for collective in collectives]
-    yield "waiting", [collective.wait for collective in collectives]
+    yield "exposed_communication", [one.transfer for one in collectives if one.kind not in stages]
+    yield "bubble", [one.transfer for one in collectives if one.kind in stages]
+    yield stages.get("waiting", "waiting"), [one.wait for one in collectives]
 
 
 def _idle_spans(trace: Trace, idle: Sequence[Interval]) -> Iterator[tuple[Interval, str]]:
@@ -140,7 +154,8 @@ def _overlaps(when: Interval, window: Interval) -> bool:
     return when[0] < window[1] and when[1] > window[0]
 
 
-SLOWED = ("launch_idle_ms", "host_ms", "waiting_ms")  # parts that grow because the profiler slows down the CPU
+SLOWED = ("launch_idle_ms", "host_ms", "waiting_ms", "bubble_ms")
+"""Parts that grow because the profiler slows down the CPU."""
 OPTIMIZER, OPTIMIZER_IDLE = "optimizer_ms", "optimizer_idle_ms"  # The second is inside the first, and grows too.
 DATA_WAIT = "data_wait_ms"  # part that grows too, because the CPU collates and copies batches
 SIMILAR = 1.05  # largest ratio of the sizes of two steps whose kernels take equally long
@@ -167,14 +182,15 @@ def remove_overhead(
     if entry["launch_idle_ms"] is None:
         return _scale(entry, 1000 * median_s)
     idle_ms = entry.get(OPTIMIZER_IDLE) or 0.0
-    profiled_ms, slowed_ms = entry["step_ms"], idle_ms + sum(entry[name] for name in SLOWED)
+    slowed = {name: entry[name] for name in SLOWED if entry.get(name) is not None}
+    profiled_ms, slowed_ms = entry["step_ms"], idle_ms + sum(slowed.values())
     if sizes_differ:
         return {**entry, "profiled_step_ms": profiled_ms, "includes_overhead": True}
     overhead_ms = max(0.0, profiled_ms - 1000 * median_s)
     removed_ms = min(overhead_ms, slowed_ms)
     kept = 1 - removed_ms / slowed_ms if slowed_ms else 1.0
     from_data_ms = min(overhead_ms - removed_ms, max(0.0, entry[DATA_WAIT] - 1000 * data_wait_s))
-    shorter = {name: entry[name] * kept for name in SLOWED} | {DATA_WAIT: entry[DATA_WAIT] - from_data_ms}
+    shorter = {name: time * kept for name, time in slowed.items()} | {DATA_WAIT: entry[DATA_WAIT] - from_data_ms}
     shorter |= {OPTIMIZER: entry[OPTIMIZER] - idle_ms * (1 - kept), OPTIMIZER_IDLE: idle_ms * kept}
     times = {"step_ms": profiled_ms - removed_ms - from_data_ms, "profiled_step_ms": profiled_ms}
     return {**entry, **shorter, **times, "includes_overhead": False}

@@ -128,13 +128,18 @@ def collectives_of_hooks(
     """Return the collectives of a step in the order of time. Units are known by name; that of the root is empty."""
     first, last = phases.window
     hooks = sorted((when[0], name) for name, when in calls if name.startswith(FSDP_HOOK) and first <= when[0] < last)
-    parsed = [(when, m[1], m[2] or m[3] or "") for when, name in hooks if (m := HOOK.match(name))]
-    known = [(when, hook, units[unit]) for when, hook, unit in parsed if unit in units]
-    reduced = [(t, "reduce_scatter", unit.reduced_bytes) for t, hook, unit in known if hook == "post_backward_reduce"]
+    found = [(when, m[1], m[2] or m[3] or "") for when, name in hooks if (m := HOOK.match(name))]
+    parsed = [hook for hook in found if hook[2] in units]
+    known = [(when, hook, units[unit]) for when, hook, unit in parsed]
+    reduced = [
+        (when, "reduce_scatter" if unit.shards else "all_reduce", unit.reduced_bytes)
+        for when, hook, unit in known
+        if hook == "post_backward_reduce"
+    ]
     if any(hook == "all_gather" for _, hook, _ in parsed):  # several workers
         gathered = [(t, "all_gather", unit.gathered_bytes) for t, hook, unit in known if hook == "all_gather"]
     else:
-        needed = _gathers([hook for hook in parsed if hook[2] in units], units, phases)
+        needed = _gathers([hook for hook in parsed if units[hook[2]].shards], units, phases)
         gathered = [(when, "all_gather", size) for when, size in needed]
     ordered = sorted([*gathered, *reduced], key=lambda timed: timed[0])
     return [(when, Collective(kind, size, 1, "shard", FORWARD, 0)) for when, kind, size in ordered]

@@ -11,7 +11,7 @@ import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
@@ -26,7 +26,7 @@ from distexp.distributed.process_group import gather_to_all
 from distexp.measure import clock, watcher
 from distexp.measure.memory.step_recording import count_elements
 from distexp.measure.profiling import chrome_trace, phases
-from distexp.measure.profiling.breakdown import remove_overhead
+from distexp.measure.profiling.breakdown import BUBBLE, NO_STAGES, remove_overhead
 from distexp.measure.profiling.chrome_trace import Trace, combine_shares
 from distexp.measure.profiling.intervals import WARMUP_STEPS, ProfileWindow
 from distexp.measure.profiling.step_segments import MedianStep, ProfiledStep, RankSummary, items_of, lanes_of
@@ -185,7 +185,7 @@ class StepProfiler(watcher.Watcher):
 
     def _break_down(self, trace: Trace, ranks: Sequence[RankSummary]) -> list[dict[str, Any]] | None:
         """Return the parts of the median step of each rank; None if a rank has none. A collective."""
-        median = result_or_error(lambda: MedianStep.of(trace, ranks))
+        median = result_or_error(lambda: MedianStep.of(trace, ranks, self._stages()))
         own = median if isinstance(median, str) else result_or_error(lambda: self._own_parts(trace, median))
         found = gather_to_all(own)
         errors = list(dict.fromkeys(result for result in found if isinstance(result, str)))
@@ -196,6 +196,13 @@ class StepProfiler(watcher.Watcher):
             else:
                 self._write(trace, median, ranks, [lanes for _, lanes in known])
         return None if errors else [entry for entry, _ in known]
+
+    def _stages(self) -> Mapping[str, str]:
+        """Return the parts of communication in a pipeline. The ranks of several ones also wait for other rows."""
+        if self.context.stages == 1:
+            return NO_STAGES
+        is_only = self.context.data_parallel == 1
+        return BUBBLE if is_only else {**BUBBLE, "waiting": "waiting"}
 
     def _own_parts(self, trace: Trace, median: MedianStep) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the parts of the median step of this rank, and its lanes."""

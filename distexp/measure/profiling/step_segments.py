@@ -11,7 +11,7 @@ from typing import Any
 from distexp.measure.profiling import breakdown, chrome_trace
 from distexp.measure.profiling.intervals import Interval, Spans, clip, merge, partition, total_length
 from distexp.measure.profiling.phases import Launched, StepPhases, collectives_of_hooks, find_phases, waits_for_gpu
-from distexp.runs.step_files import FORWARD, OPTIMIZER, REDUCTIONS, Collective, Item, Segment
+from distexp.runs.step_files import COPIES, FORWARD, OPTIMIZER, REDUCTIONS, Collective, Item, Segment
 from distexp.system.torch_internals.collectives import FSDPUnitSize, has_several_groups
 
 CHUNKS = 24  # segments of a pass without collectives, so that a forecast can insert some
@@ -33,7 +33,9 @@ def items_of(step: ProfiledStep) -> tuple[Item, ...]:
     """Return segments and collectives by their launches, of at most three micro-batches: first, median and last."""
     trace, window = step.trace, step.trace.steps[step.median.position]
     of_fsdp = f"{chrome_trace.FSDP_HOOK}post_backward_reduce"
-    hooks = [when[0] for name, when in trace.calls if name in REDUCTIONS or name.startswith(of_fsdp)]
+    # Workers that share matrices reduce activations in each pass, so these do not show its end.
+    shown = () if step.units and all(unit.workers == 1 for unit in step.units.values()) else REDUCTIONS
+    hooks = [when[0] for name, when in trace.calls if name in shown or name.startswith(of_fsdp)]
     phases = find_phases(window, trace.backward, trace.optimizer, micro_batches=step.micro_batches, hooks=hooks)
     collectives: list[tuple[float, Item]] = []
     for when, one in _collectives(step, phases):
@@ -46,8 +48,11 @@ def items_of(step: ProfiledStep) -> tuple[Item, ...]:
 
 def _collectives(step: ProfiledStep, phases: StepPhases) -> list[Launched]:
     """Return the collectives of the step, by their launch on the CPU."""
-    hooks = collectives_of_hooks(step.trace.calls, step.units, phases)
-    if step.workers == 1:
+    single = step.workers == 1
+    alone = {name: unit for name, unit in step.units.items() if unit.workers == 1 and not single}
+    units = {name: unit for name, unit in step.units.items() if name not in alone}
+    hooks = collectives_of_hooks(step.trace.calls, units, phases)
+    if single:
         return list(_calls(step, phases, hooks))
     found = sorted(step.trace.collectives, key=lambda one: one.when)
     starts = [one.launch[0] if one.launch else None for one in found]
@@ -58,7 +63,20 @@ def _collectives(step: ProfiledStep, phases: StepPhases) -> list[Launched]:
         collective = Collective(one.kind, one.bytes, ranks, "all", FORWARD, 0, transfer_s=transfer_s)
         observed.append((launch or one.when[0], collective))
     first, last = phases.window
-    return _with_sizes_of_hooks([timed for timed in observed if first <= timed[0] < last], hooks)
+    executed = _with_sizes_of_hooks([timed for timed in observed if first <= timed[0] < last], hooks)
+    # A single group that shares a model sends nothing for these units. Several groups would.
+    copied = collectives_of_hooks(step.trace.calls, alone, phases)
+    for when, hook in copied:
+        _remove_lone(executed, when, hook.kind)
+    return [*executed, *((when, replace(hook, axis=COPIES)) for when, hook in copied)]
+
+
+def _remove_lone(executed: list[Launched], when: float, kind: str) -> None:
+    """Remove the reduction that a hook starts with one worker only: DDP calls it anyway. gloo does not state ranks."""
+    for position, (start, other) in enumerate(executed):
+        if start >= when and other.kind == kind == "all_reduce" and (other.ranks == 1 or other.bytes is None):
+            del executed[position]
+            return
 
 
 def _launches_with_gloo(
@@ -90,7 +108,8 @@ def _with_sizes_of_hooks(observed: list[Launched], hooks: Sequence[Launched]) ->
         position = bisect_left(starts, start)
         if position < len(found) and found[position][1].bytes is None:
             when, one = found[position]
-            found[position] = when, replace(one, kind=hook.kind, bytes=hook.bytes, axis="shard")
+            axis = "shard" if hook.kind != "all_reduce" else one.axis
+            found[position] = when, replace(one, kind=hook.kind, bytes=hook.bytes, axis=axis)
     return found
 
 
@@ -99,7 +118,9 @@ def _segments(step: ProfiledStep, phases: StepPhases, launches: Sequence[float])
     trace, (first, last) = step.trace, phases.window
     parts = step.median.parts.parts
     # The CPU waits for the GPU or its full queue, or without a GPU for collectives.
-    waiting = waits_for_gpu(trace) if trace.on_gpu else [*parts["exposed_communication"], *parts["waiting"]]
+    waiting = waits_for_gpu(trace) if trace.on_gpu else [
+        when for name in ("exposed_communication", "waiting", "bubble") for when in parts[name]
+    ]  # fmt: skip
     waits = merge(clip(waiting, phases.window))
     synchronized = [end for _, end in merge(clip(trace.synchronizations, phases.window))]
     edges = sorted({*phases.edges(), *synchronized, *launches})
@@ -264,11 +285,17 @@ class MedianStep:
     parts: breakdown.StepParts  # parts of the step
 
     @classmethod
-    def of(cls, trace: chrome_trace.Trace, ranks: Sequence[RankSummary]) -> MedianStep:
-        """Return the median step of a rank. Raises ValueError if the ranks have different numbers of steps."""
+    def of(
+        cls, trace: chrome_trace.Trace, ranks: Sequence[RankSummary], stages: Mapping[str, str] = breakdown.NO_STAGES
+    ) -> MedianStep:
+        """Return the median step of a rank. Raises ValueError if the ranks have different numbers of steps.
+
+        ``stages`` is as in ``split_step``.
+        """
         if len({len(rank.step_s) for rank in ranks}) > 1:
             raise ValueError("the ranks have different numbers of profiled steps")
         totals = [sum(durations) for durations in zip(*(rank.step_s for rank in ranks), strict=True)]
         position = sorted(range(len(totals)), key=lambda number: totals[number])[(len(totals) - 1) // 2]
         transfers = breakdown.split_collectives(trace.collectives, [rank.collectives for rank in ranks])
-        return cls(position, transfers, breakdown.split_step(trace, breakdown.step_windows(trace)[position], transfers))
+        window = breakdown.step_windows(trace)[position]
+        return cls(position, transfers, breakdown.split_step(trace, window, transfers, stages))

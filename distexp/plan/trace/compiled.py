@@ -15,8 +15,9 @@ from math import prod
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, is_tensor
 from torch.nn.attention.flex_attention import flex_attention
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from distexp.models import attention, transforms
@@ -213,6 +214,7 @@ class WorkCounter:
     def __init__(self) -> None:
         self.flops: Counter[str] = Counter()
         self.operations: Counter[str] = Counter()
+        self.exchanged: Counter[str] = Counter()
 
     def add(self, phase: str, func: Any, args: Any, kwargs: Any, outputs: Any) -> None:
         """Count an operation."""
@@ -225,6 +227,11 @@ class WorkCounter:
         is_view = getattr(func, "is_view", False) or getattr(packet, "__name__", "") in NO_KERNEL
         if not reads_property and not is_view:
             self.operations[phase] += 1
+        # The collectives of FSDP and DDP, which exchange weights and gradients, are other operations of c10d.
+        name = str(getattr(packet, "__name__", ""))
+        if getattr(func, "namespace", "") == "_c10d_functional" or name in ("alltoall_base_", "send"):
+            sizes = [each.numel() * each.element_size() for each in tree_leaves((args, outputs)) if is_tensor(each)]
+            self.exchanged[phase] += (2 if "all_reduce" in name else 1) * max(sizes, default=0)
 
     def step(self, micro_batches: int, traced: int, written: Mapping[str, int]) -> StepWork:
         """Return the work of a whole step, of whose micro-batches some were traced. ``written`` are bytes by phase."""
@@ -233,7 +240,8 @@ class WorkCounter:
         def total(counts: Mapping[str, int]) -> float:
             return (counts.get("forward", 0) + counts.get("backward", 0)) * factor + counts.get("optimizer", 0)
 
-        return StepWork(total(self.flops), round(total(self.operations)), self.operations["optimizer"], total(written))
+        operations, exchanged = round(total(self.operations)), total(self.exchanged)
+        return StepWork(total(self.flops), operations, self.operations["optimizer"], total(written), exchanged)
 
 
 # Memory that kernels of CUDA use for themselves: allocated after their outputs, and freed when they return.

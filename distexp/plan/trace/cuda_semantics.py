@@ -184,6 +184,9 @@ def use_cuda_kernels(config: Config, optimizer: torch.optim.Optimizer) -> None:
     if isinstance(optimizer, FusedAdamW):
         optimizer.update = lambda updates, scale: None  # It reads addresses, and allocates less than 2 MB.
         return
+    if hasattr(optimizer, "is_traced"):
+        optimizer.is_traced = True
+        return
     for group in optimizer.param_groups:
         group.update({"fused": True, "foreach": False} if "betas" in group else {"foreach": True})
 

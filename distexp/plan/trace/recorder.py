@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_iter
 from distexp.plan.replay import BACKWARD_WORKSPACE, EMPTY_CACHE, FORWARD_WORKSPACE, Event, StepTrace, StepWork
 from distexp.plan.trace.compiled import KernelBuffers, WorkCounter, is_matrix_product
 from distexp.plan.trace.cuda_semantics import count_references_to_gradient
-from distexp.system.torch_internals.tensors import FakeMode, count_references, device_of_fake, is_fake_of
+from distexp.system.torch_internals.tensors import FakeMode, count_references, device_of_fake, is_fake_of, plain_tensors
 
 GPU = torch.device("cpu", 1)
 READ_DEVICE, WAIT = torch.ops.prim.device.default, torch.ops._c10d_functional.wait_tensor.default
@@ -258,9 +258,7 @@ class StorageRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def tensors_in(content: Any) -> Iterator[Tensor]:
-    """Yield the local tensors in nested containers."""
+    """Yield the local tensors in nested containers, and the parts of those that have several."""
     for leaf in tree_iter(content):
-        if isinstance(leaf, DTensor):
-            yield leaf._local_tensor
-        elif isinstance(leaf, Tensor):
-            yield leaf
+        if isinstance(leaf, Tensor):
+            yield from plain_tensors(leaf)

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import parallel
 from torch.nn.parallel import DistributedDataParallel
 
@@ -22,7 +23,7 @@ from distexp.data.loader import PaddedDataset
 from distexp.distributed.context import Context
 from distexp.plan.replay import PlanError
 from distexp.plan.trace.recorder import GPU
-from distexp.plan.trace.zero12 import Assign
+from distexp.plan.trace.zero12 import Assign, round_to_power_of_two
 from distexp.strategies.ddp_reduction import MasterReduction, add_to_masters
 from distexp.strategies.zero.ds_initialization import parameter_sizes
 from distexp.system.torch_internals.tensors import fake_mode_errors
@@ -45,6 +46,27 @@ def traced_context(config: Config, rank: int = 0) -> Context:
         slices=config.parallel.context,
         stages=config.parallel.pipeline,
     )
+
+
+def make_copies_on_host(*, on_gpu: bool) -> Callable[..., saved_tensors_hooks]:
+    """Return a ``torch.autograd.graph.save_on_cpu`` for traced tensors. Without a GPU it copies nothing."""
+
+    def pack(tensor: Tensor) -> tuple[Tensor, Callable[[], Tensor]]:
+        size = round_to_power_of_two(tensor.numel() * tensor.element_size())  # as torch locks pages
+        copy = partial(torch.empty, tensor.shape, dtype=tensor.dtype, device=GPU)
+        return torch.empty(size, dtype=torch.uint8), copy
+
+    def unpack(packed: tuple[Tensor, Callable[[], Tensor]]) -> Tensor:
+        return packed[1]()
+
+    def saved_on_cpu(*, pin_memory: bool) -> saved_tensors_hooks:
+        return saved_tensors_hooks(pack, unpack) if on_gpu else saved_tensors_hooks(_unchanged, _unchanged)
+
+    return saved_on_cpu
+
+
+def _unchanged(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 READ_BATCHES = 8  # micro-batches that are read and compared if the lengths of the samples are not known

@@ -21,7 +21,7 @@ from distexp.data.base import Batch, Samples
 from distexp.data.images import ImageFiles, channel_statistics, decoded_bytes
 from distexp.distributed.context import Context
 from distexp.hardware.facts import cublas_workspace, gpu_facts
-from distexp.models import attention, objective
+from distexp.models import attention, objective, transforms
 from distexp.models import blueprint as introspection
 from distexp.models.blueprint import Blueprint, BlueprintOfZeros
 from distexp.plan.replay import PlanError, StepTrace, replay
@@ -54,7 +54,9 @@ def trace_step(config: Config, *, on_gpu: bool = True) -> StepTrace:
         with warnings.catch_warnings(), redirect_stdout(printed):
             warnings.simplefilter("ignore")
             options = {"images_on_gpu": images_on_gpu, "on_gpu": on_gpu}
-            traces = [_record(config, rank, **options) for rank in range(config.parallel.pipeline)]
+            tensor = config.parallel.tensor  # Workers that share layers have the same sizes.
+            ranks = range(0, config.parallel.pipeline * tensor, tensor)
+            traces = [_record(config, rank, **options) for rank in ranks]
             trace = max(traces, key=lambda each: replay(each.events).peak_allocated) if len(traces) > 1 else traces[0]
     except (PlanError, ConfigError):
         raise
@@ -73,6 +75,7 @@ def _prepare(config: Config) -> tuple[Config, list[str]]:
     elif note := zero12.version_note():
         notes.append(note)
     config.dataset.num_workers = 0
+    config.precision.name = config.precision.outside_products
     if config.train.compiled == "graphs":
         notes.append("train.compile=graphs: predicted without graphs; torch does not count their memory as allocated")
     if config.dataset.cache == "gpu":
@@ -155,6 +158,7 @@ def _replacements(
     yield collectives.fsdp_device(GPU)
     yield collectives.meshes_with_values()
     yield tensors.grouped_products_of_any_precision()
+    yield tensors.replaced(transforms.__name__, "saved_on_cpu", lambda _: traced_run.make_copies_on_host(on_gpu=on_gpu))
     if config.train.compiled != "none" or (on_gpu and config.model.attention == "flex"):
         yield compiled.traced_compilation(fake_mode, lambda: recorder)
 

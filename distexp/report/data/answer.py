@@ -157,7 +157,7 @@ def headline(overview: Overview) -> Iterator[str]:
 def _describe_only(overview: Overview, group: RunGroup) -> Iterator[str]:
     memory = memory_metric(overview)
     speed, size = group.metric(SPEED), group.metric(memory) if memory else None
-    shown = [f"{speed.mean:,.1f} samples/s"] if speed else []
+    shown = [f"{speed.mean:,.1f} samples/s"] if speed and not group.disturbance else []
     shown += [f"{size.mean:,.0f} MiB {MEMORIES[memory]}"] if size and memory else []
     workers = format_count(int(group.setting(WORKERS) or 1), "worker")
     if shown:
@@ -295,8 +295,7 @@ def _best_tile(overview: Overview, name: str, title: str, what: str, unit: str) 
     if equal:
         noise = max(difference_noise(best.value, other.value) or 0.0 for other in equal)
         labels = name_runs([best.group.label, *(other.group.label for other in equal)])
-        detail = f"{labels}: equal within the noise of {format_noise(noise, best.value.mean)}"
-        yield Tile(title + what, "not decided", f"{detail}, {shown}")
+        yield Tile(title + what, "not decided", f"{labels} {rankings[0].why_equal(noise)}, {shown}")
         return
     following = run_label(others[0].group.label)
     ratio = times(others[0].value.mean / best.value.mean) if best.value.mean else ""

@@ -4,7 +4,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
-from distexp.runs.memory_trace import ideal_states_mib, tensor_entries
+from distexp.runs.memory_trace import cpu_process_mib, ideal_states_mib, tensor_entries
 from distexp.runs.record import RunRecord
 from distexp.statistics.noise import step_noise
 from distexp.system.typed_values import cpu_peak_mib, device_values, mean_or_none
@@ -225,6 +225,7 @@ METRICS = (  # memory is that of the GPU, rank or node that uses most; utilizati
     *_device_metrics("gpu", "average_mib", "mode_mib"),
     *_device_metrics("cpu", "training_average_mib", "training_mode_mib", "average_mib", "mode_mib"),
     *(Metric(name, largest_part(name), number_format="{:z,.3f}") for name in PARTS),
+    Metric("cpu_process_mib", cpu_process_mib),
     Metric(PARTS_TOTAL, sum_of_parts, number_format="{:z,.3f}"),
     Metric(NOT_OFFLOADED, lambda record: sum_of_parts(record, offloaded_parts(record)), number_format="{:z,.3f}"),
     Metric("duration_s", value_at("run.duration_s")),

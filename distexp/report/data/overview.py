@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import sqrt
 from typing import Any, NamedTuple
 
 from distexp.config.overrides import format_count
 from distexp.report.data.metrics import (
     COST,
+    CPU_PEAK,
     EFFICIENCY,
     MEMORIES,
     METRICS_BY_NAME,
@@ -24,6 +26,7 @@ from distexp.report.data.rows import (
     SEED,
     WORKERS,
     Row,
+    format_noise,
     format_setting,
     format_settings,
     name_runs,
@@ -42,7 +45,7 @@ from distexp.report.data.scaling_series import (
 from distexp.runs.attempts import earlier_records
 from distexp.runs.record import RunRecord
 from distexp.runs.texts import describe_straggler, memory_lines, shorten_message
-from distexp.statistics.noise import Spread, is_within_noise
+from distexp.statistics.noise import CPU_MEMORY_MIB, Spread, is_within_noise
 from distexp.system.typed_values import number_of
 from distexp.system.units import format_amount, format_kwh
 
@@ -156,6 +159,7 @@ class Ranking:
 
     task: str
     ranked: tuple[RankedGroup, ...]
+    metric: str
 
     @property
     def best(self) -> RankedGroup:
@@ -166,6 +170,13 @@ class Ranking:
     def equal_to_best(self) -> tuple[RankedGroup, ...]:
         """Return the trainings after the best one that differ from it by less than the noise."""
         return tuple(other for other in self.ranked[1:] if is_within_noise(self.best.value, other.value))
+
+    def why_equal(self, noise: float) -> str:
+        """Return why runs with this noise of their difference are not ranked, as the end of a sentence."""
+        least = self.best.group.least_cpu_mib
+        if self.metric == CPU_PEAK and least > CPU_MEMORY_MIB:
+            return f"differ by less than the {sqrt(2) * least:,.0f} MiB that their processes need without tensors"
+        return f"are equal within the noise of {format_noise(noise, self.best.value.mean)}"
 
 
 def memory_metric(overview: Overview) -> str | None:
@@ -185,7 +196,7 @@ def rank_by_metric(overview: Overview, name: str, *, largest: bool) -> Iterator[
     known = [group for group in completed if name not in (SPEED, COST) or group.disturbance is None]
     for task, groups in group_by_task(known).items():
         ranked = [RankedGroup(group, value) for group in groups if (value := group.metric(name))]
-        yield Ranking(task, tuple(sorted(ranked, key=lambda one: one.value.mean, reverse=largest)))
+        yield Ranking(task, tuple(sorted(ranked, key=lambda one: one.value.mean, reverse=largest)), name)
 
 
 def pareto_fronts(overview: Overview, cost: str) -> list[list[RunGroup]]:

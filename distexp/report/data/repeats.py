@@ -12,8 +12,10 @@ from typing import Any, TypeVar
 from distexp.report.data import rows as run_settings
 from distexp.report.data.metrics import COST, CPU_PEAK, METRICS_BY_NAME, SPEED, SPEEDS, STEP_NOISE, TIMES, Metric
 from distexp.report.data.rows import Row
+from distexp.runs.memory_trace import cpu_process_mib
 from distexp.runs.record import RunRecord
-from distexp.statistics.noise import CPU_MEMORY_MIB, Deviation, Spread, is_within_noise, pool_deviations, speed_noise
+from distexp.statistics import noise as noise_rules
+from distexp.statistics.noise import Deviation, Spread, is_within_noise, pool_deviations, speed_noise
 
 DISTURBED, EQUAL = "disturbed", "~1"  # what stands for a ratio that may not be ranked
 Key = TypeVar("Key")
@@ -48,11 +50,13 @@ def ratio_text(group: RunGroup, baseline: RunGroup, metric: str, shown: str) -> 
 class RunGroup:
     """Repeats of one training on equal hardware: their ``run.id`` is equal, or only their seeds differ.
 
-    ``deviations`` are relative and by metric, from the repeats in all groups of the same task and device.
+    ``deviations`` are relative and by metric, and ``least_cpu_mib`` is the least noise of CPU memory. Both are from all
+    groups of the same task and device.
     """
 
     rows: tuple[Row, ...]
     deviations: Mapping[str, Deviation] = field(default_factory=dict)
+    least_cpu_mib: float = noise_rules.CPU_MEMORY_MIB
 
     @property
     def label(self) -> str:
@@ -110,8 +114,8 @@ class RunGroup:
             return None
         deviation = statistics.stdev(values) if len(values) > 1 else None
         mean, noise = statistics.fmean(values), self._relative_noise(name, len(values))
-        if noise is None and name == CPU_PEAK:
-            return Spread(mean, deviation, CPU_MEMORY_MIB)
+        if name == CPU_PEAK:
+            return Spread(mean, deviation, max((noise or 0.0) * mean, self.least_cpu_mib))
         return Spread(mean, deviation, None if noise is None else abs(mean) * noise)
 
     def values(self, name: str) -> list[float]:
@@ -124,6 +128,8 @@ class RunGroup:
         repeats = None if repeated is None else repeated.noise_of_mean(count)
         if name not in (SPEED, COST):
             return repeats
+        if count == 1 and repeats is None and self.counted_rows[0].measured_steps == 1:
+            return noise_rules.SINGLE_STEP
         steps = self.values(STEP_NOISE)
         of_steps = statistics.fmean(steps) / 100 / math.sqrt(count) if steps else None
         return speed_noise(of_steps, self.setting("device"), repeats=repeats)
@@ -184,8 +190,13 @@ def collect(groups: Iterable[RunGroup], key: Callable[[RunGroup], Key]) -> dict[
 
 def share_deviations(groups: Sequence[RunGroup]) -> list[RunGroup]:
     """Return the groups with the deviations between repeats of the same task on the same device."""
-    deviations = {key: _pool(members) for key, members in collect(groups, _noise_key).items()}
-    return [replace(group, deviations=deviations[_noise_key(group)]) for group in groups]
+    shared = {key: _shared(members) for key, members in collect(groups, _noise_key).items()}
+    return [replace(group, **shared[_noise_key(group)]) for group in groups]
+
+
+def _shared(groups: Sequence[RunGroup]) -> dict[str, Any]:
+    processes = [cpu_process_mib(row.record) for group in groups if group.completed for row in group.counted_rows]
+    return {"deviations": _pool(groups), "least_cpu_mib": noise_rules.cpu_memory_noise(processes)}
 
 
 def _noise_key(group: RunGroup) -> tuple[str, str]:

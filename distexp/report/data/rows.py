@@ -16,11 +16,12 @@ from distexp.config import ClusterConfig, ParallelConfig
 from distexp.config.fields import flatten, info_of
 from distexp.config.keys import config_groups, schema_fields, speed_references, strategy_groups, strategy_sections
 from distexp.config.overrides import join_first
-from distexp.report.data.metrics import read_metrics
+from distexp.exceptions import printable
+from distexp.report.data.metrics import SPEED, read_metrics
 from distexp.runs.disturbance import describe_disturbance
 from distexp.runs.record import RunRecord, find_records
 from distexp.runs.run_dir import RECORD
-from distexp.system.files import printable
+from distexp.system.typed_values import number_of
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,18 @@ class Row:
     def disturbance(self) -> str | None:
         """Return what shows that something else slowed the completed run down; None if nothing does."""
         return describe_disturbance(self.record) if self.completed else None
+
+    @property
+    def measured_steps(self) -> int:
+        """Return the number of steps that the speed is measured over, up to ten, each a block of its own."""
+        total, speed = self.record.metrics.total_steps, self.metrics[SPEED]
+        if total is None or speed is None:
+            return 0
+        blocks = number_of(self.record.metrics.speed_error or {}, "blocks")
+        if blocks is not None:
+            return int(blocks)
+        left_out = (self.settings.get(name) or 0 for name in ("measure_after_step", "profile_steps"))
+        return total - sum(map(int, left_out))
 
 
 def row_from_record(record: RunRecord, label: str, path: Path | None = None) -> Row:
@@ -152,15 +165,20 @@ def read_settings(record: RunRecord) -> dict[str, Any]:
     """Return the settings of a run by short name, then its environment settings.
 
     Options of another strategy are None, because they mean nothing in this run. A key that the record lacks, because
-    it was added later, has its default. Raise KeyError if a section is missing.
+    it was added later, has its default. An earlier default that null replaced is None, unless it was typed, so that it
+    is no difference to later runs. Raise KeyError if a section is missing.
     """
+    typed = overridden_names([record])
     config = _with_defaults(record.config)
     foreign = strategy_sections() - {config["strategy"]["name"]}
     found: dict[str, Any] = {}
     for key, value in flatten(config):
         section, _, rest = key.partition(".")
         if section not in NOT_A_SETTING and rest not in ("_target_", "keys") and not is_environment_key(key):
-            found[short_name(key)] = None if section in foreign else value
+            is_old_default = (
+                value is not None and value == _replaced_defaults().get(key) and short_name(key) not in typed
+            )
+            found[short_name(key)] = None if section in foreign or is_old_default else value
     if record.strategy is not None and config["strategy"]["name"] not in strategy_sections():
         found["strategy"] = record.strategy.label  # The main options of the others have columns.
     offload, cluster = config["offload"], config["cluster"]
@@ -190,6 +208,12 @@ def _defaults() -> dict[str, dict[str, Any]]:
         if default != UNKNOWN:
             found.setdefault(section, {})[name] = default if reference is None else reference
     return found
+
+
+@lru_cache(maxsize=1)
+def _replaced_defaults() -> dict[str, Any]:
+    """Return the former defaults, as in the run id, of the keys whose default is null now."""
+    return {key: old for key, spec in schema_fields() if (old := info_of(spec).id_of_null) is not None}
 
 
 def world_size(record: RunRecord) -> int | None:

@@ -8,8 +8,9 @@ from typing import Any
 from distexp.report.data.overview import Overview
 from distexp.report.data.repeats import RunGroup
 from distexp.report.data.rows import Row, global_batch
+from distexp.runs.metrics import HIDDEN, PARTS
 from distexp.runs.predictions import measured_step_s
-from distexp.runs.step_files import HIDDEN, PARTS, RankStep, read_profile_summary, read_ranks
+from distexp.runs.step_files import RankStep, read_profile_summary, read_ranks
 from distexp.system.typed_values import matches, number_of, texts_of
 from distexp.tables.columns import NOT_MEASURED, TextTable, cell
 
@@ -139,6 +140,8 @@ def build_step_table(overview: Overview, runs: Sequence[ProfiledRun]) -> TextTab
         columns[unit.title] = [f"{unit.convert(run, step.step_ms):,.3f}" for run, step in shown]
     for name, title in {**PARTS, HIDDEN: "hidden communication"}.items():
         shares = [None if (ms := step.parts[name]) is None else 100 * ms / step.step_ms for _, step in shown]
+        if name == "bubble" and not any(shares):
+            continue
         columns[title] = [cell(share, ".1f") for share in shares]
     columns["bottleneck"] = [_bottleneck(run) for run, _ in shown]
     table = TextTable.from_columns("Parts of the median profiled step (%)", columns, note, num_labels=len(labels))

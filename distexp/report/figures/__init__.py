@@ -6,9 +6,11 @@
 3. Registration: add the function to ``FIGURES``. Then it is in ``report.html``, ``results.md`` and ``plots/``.
 """
 
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Sequence
 from functools import partial
 
+from distexp.exceptions import TRACE_VARIABLE, first_line, print_error
 from distexp.report.data.answer import is_scaling
 from distexp.report.data.overview import Overview
 from distexp.report.figures import memory_figures
@@ -19,7 +21,9 @@ from distexp.report.figures.step_figures import build_step_breakdown, build_step
 from distexp.report.figures.tradeoff import build_energy_throughput, build_memory_throughput
 from distexp.report.traces import RunTrace
 
-FIGURES = (  # all figures, in their order in the report
+Build = Callable[[Overview, Sequence[RunTrace]], Figure | None]
+
+FIGURES: tuple[Build, ...] = (  # all figures, in their order in the report
     build_memory_throughput,
     build_energy_throughput,
     build_step_breakdown,
@@ -45,10 +49,29 @@ SCALING, ONE_RUN, SEVERAL = (
 
 def build_figures(overview: Overview, traces: Sequence[RunTrace]) -> list[Figure]:
     """Build the figures that these runs have data for. Those with the answer come first."""
-    built = (build(overview, traces) for build in FIGURES)
+    built = (_build_drawable(build, overview, traces) for build in FIGURES)
     first = _answers(overview)
     order = {name: n for n, name in enumerate(first)}
     return sorted((figure for figure in built if figure), key=lambda figure: order.get(figure.name, len(order)))
+
+
+FOREIGN = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
+"""Errors of a figure about values that no distexp writes. They must not stop the report of the other runs."""
+
+
+def _build_drawable(build: Build, overview: Overview, traces: Sequence[RunTrace]) -> Figure | None:
+    """Return a figure; None if the runs have no data for it, or if it cannot be drawn, which is printed."""
+    figure = None
+    try:
+        figure = build(overview, traces)
+        return figure and figure.drawn()
+    except FOREIGN as error:
+        if os.environ.get(TRACE_VARIABLE) == "1":
+            raise
+        title = figure.title if figure else getattr(build, "__name__", "build_memory_trace").removeprefix("build_")
+        reason = f"{type(error).__name__}: {first_line(error)}"
+        print_error(f"the figure '{title}' is left out, because a record has a value that it cannot show ({reason})")
+        return None
 
 
 def _answers(overview: Overview) -> tuple[str, ...]:

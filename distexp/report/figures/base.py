@@ -10,7 +10,7 @@ import io
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from textwrap import wrap
 from typing import Any
@@ -72,6 +72,8 @@ class Figure:
     subtitle: str = ""  # what is drawn, if the title alone would be wrong
     is_wide: bool = False  # panels are below each other, not in columns
     finding: str = ""  # what the figure shows; empty if noise decides
+    svg: str = ""  # its file, if it is drawn already
+    png: bytes = b""  # the same as pixels
 
     @property
     def heading(self) -> str:
@@ -96,6 +98,13 @@ class Figure:
         for kind, width in ({"narrow": NARROW, "wide": full} if panel.still is None else {"all": full}).items():
             svg = vl_convert.vegalite_to_svg({**spec, "width": width}, vl_version=VEGALITE)
             yield kind, shorten_svg(svg, f"{self.name}-{index}-{kind}-")
+
+    def drawn(self) -> Figure:
+        """Return the figure with its files drawn. Raise ValueError if it cannot be drawn."""
+        if not self.panels:
+            return self
+        svg = vl_convert.vegalite_to_svg(self.file_spec(), vl_version=VEGALITE)
+        return replace(self, svg=svg, png=vl_convert.svg_to_png(svg, scale=PNG_SCALE))
 
     def file_spec(self) -> dict[str, Any]:
         """Return the Vega-Lite specification of all panels together for a file, in light colors."""
@@ -145,13 +154,11 @@ def describe_selection(overview: Overview, traces: Sequence[RunTrace]) -> str:
 
 def render_files(figures: Sequence[Figure], directory: Path, *, with_pdf: bool = False) -> Iterator[tuple[Path, bytes]]:
     """Yield path and content of a PNG and an SVG file of each figure that has panels, and on request of a PDF file."""
-    for figure in (figure for figure in figures if figure.panels):
-        spec = figure.file_spec()
-        svg = vl_convert.vegalite_to_svg(spec, vl_version=VEGALITE)
-        yield directory / f"{figure.name}.png", vl_convert.svg_to_png(svg, scale=PNG_SCALE)
-        yield directory / f"{figure.name}.svg", svg.encode()
+    for figure in (figure if figure.svg else figure.drawn() for figure in figures if figure.panels):
+        yield directory / f"{figure.name}.png", figure.png
+        yield directory / f"{figure.name}.svg", figure.svg.encode()
         if with_pdf:
-            yield directory / f"{figure.name}.pdf", vl_convert.svg_to_pdf(svg)
+            yield directory / f"{figure.name}.pdf", vl_convert.svg_to_pdf(figure.svg)
 
 
 # Charts without a script: the text of a mark is its tooltip, and a mark of a run links to its row of the table.

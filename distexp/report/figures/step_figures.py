@@ -16,7 +16,8 @@ from distexp.report.data.rows import run_label
 from distexp.report.figures import base
 from distexp.report.figures.labels import FEW_BARS, bar_height, label_axis
 from distexp.report.traces import RunTrace
-from distexp.runs.step_files import PARTS, RankStep, read_ranks
+from distexp.runs.metrics import PARTS
+from distexp.runs.step_files import RankStep, read_ranks
 
 MAX_BARS = 24
 MAX_SENTENCES = 8
@@ -141,7 +142,7 @@ def _draw_breakdown(overview: Overview, runs: Sequence[step_parts.ProfiledRun], 
 
 def _colors(bars: Sequence[Bar]) -> dict[str, str]:
     return {
-        title: f"c{n}" for n, (name, title) in enumerate(PARTS.items(), start=1)
+        title: "phase-save" if name == "bubble" else f"c{n}" for n, (name, title) in enumerate(PARTS.items(), start=1)
         if any(bar.step.parts[name] for bar in bars)
     }  # fmt: skip
 

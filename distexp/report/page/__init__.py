@@ -36,6 +36,7 @@ from distexp.report.figures import count_leading
 from distexp.report.figures.base import VEGALITE, Figure
 from distexp.report.files import DARK, LIGHT, result_row
 from distexp.report.overview_table import explain_cpu_speeds, overview_columns, summarize
+from distexp.report.page.mesh import device_meshes
 from distexp.runs.record import FAILURES
 from distexp.runs.run_dir import LOGS, MEMORY, METRICS, PROFILE, RECORD
 from distexp.system.files import nan_to_none
@@ -82,6 +83,7 @@ def write_page(overview: Overview, figures: Sequence[Figure], path: Path, skippe
         exercises=list(exercise_tables(overview)),
         can_compare=len(overview.rows) > 1,
         link=lambda target: relative_link(target, path.parent),
+        meshes=list(device_meshes(overview.rows)),
         provenance=list(provenance_tables(overview.rows)),
         palettes={"light": LIGHT, "dark": DARK},
         style=Markup((PAGE_FILES / "page.css").read_text()),

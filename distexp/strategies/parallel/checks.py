@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from distexp.config import Command, Config
+from distexp.config import Config
 from distexp.config.model_checks import architecture_of
 
 GPT, BLOOM, HUGGING_FACE = "distexp.models.gpt.build", "distexp.models.bloom.build", "distexp.models.hf.build"
@@ -30,11 +30,16 @@ EXPERT_TYPES = (
 )
 """The same for ``parallel.expert``, by ``tests/strategies/test_expert.py``."""
 
+EXPERT_TENSOR_TYPES = ("mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
+"""Those of them that ``parallel.tensor`` cuts too, by the same test."""
+
 PIPELINE_TYPES = (*TENSOR_TYPES, "apertus", "gpt2", "persimmon", "stablelm")
 """The same for ``parallel.pipeline``, by ``tests/strategies/test_pipeline.py``."""
 
 TENSOR, CONTEXT = "parallel.tensor", "parallel.context"
-EXPERT, PIPELINE = "parallel.expert", "parallel.pipeline"
+EXPERT, PIPELINE, SCHEDULE = "parallel.expert", "parallel.pipeline", "parallel.schedule"
+SHARED_ROWS = (TENSOR, CONTEXT, PIPELINE)  # the workers of a group have the same rows
+DEGREES = (*SHARED_ROWS, EXPERT)
 
 STAGES_PER_WORKER = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zero_bubble": 2}
 """Stages that a worker has, by ``parallel.schedule``."""
@@ -43,6 +48,12 @@ STAGES_PER_WORKER = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zero_bubble": 2}
 def schedule_of(config: Config) -> str:
     """Return the order of the micro-batches in a pipeline."""
     return config.parallel.schedule or "1f1b"
+
+
+def expected_stages(config: Config) -> dict[str, Any]:
+    """Return the fields of ``Built`` that a pipeline must have; empty without one."""
+    degree = config.parallel.pipeline
+    return {"pipeline": degree, "schedule": schedule_of(config)} if degree > 1 else {}
 
 
 def stages_of_worker(worker: int, workers: int, schedule: str) -> tuple[int, ...]:
@@ -73,7 +84,7 @@ def cut_evenly(first: int, blocks: Sequence[int], last: int, stages: int) -> lis
 
 
 def bubble_share(workers: int, schedule: str, micro_batches: int) -> float:
-    """Return the share of a step in which a worker of a pipeline has nothing to compute, if all stages take as long.
+    """Return the share of a step in which a worker of a pipeline computes nothing, if all stages take equally long.
 
     The zero bubble schedule fills it with the gradients of weights, if there are enough micro-batches.
     """
@@ -120,19 +131,19 @@ def parallel_errors(config: Config) -> Iterator[str]:
     if parallel.expert > 1:
         yield from _expert_errors(config, f"{EXPERT}={parallel.expert}", f"{EXPERT}=1")
         return
-    if len(found) > 1:
-        (first, first_alone), (second, second_alone), *_ = found
-        instead = f"{second.partition('=')[0]}={parallel.copies}"
-        yield f"{first} with {second} is not supported: use {second_alone}, or {first_alone} {instead}"
+    if parallel.pipeline > 1 and parallel.context > 1:
+        first, second = f"{CONTEXT}={parallel.context}", f"{PIPELINE}={parallel.pipeline}"
+        yield f"{first} with {second} is not supported: use {dict(found)[second]}, or {CONTEXT}=1"
         return
-    for typed, alone in found:
+    if found:
+        typed, alone = (" ".join(texts) for texts in zip(*found, strict=True))
         yield from _errors(config, typed, alone)
 
 
 def _expert_errors(config: Config, typed: str, alone: str) -> Iterator[str]:
     degree, workers = config.parallel.expert, config.cluster.world_size
     for other, without in degrees(config):
-        if other != typed:
+        if other != typed and not other.startswith(TENSOR):
             yield f"{typed} with {other} is not supported: use {without}, or {alone}"
     if workers % degree:
         per_node = next(number for number in range(1, degree + 1) if number * config.cluster.nodes % degree == 0)
@@ -146,6 +157,12 @@ def _expert_errors(config: Config, typed: str, alone: str) -> Iterator[str]:
     for setting, instead in settings:
         yield f"{typed} is not supported by {setting}: use {instead}, or {alone}"
     yield from _mixture_errors(config, typed, alone)
+    if config.parallel.tensor > 1 and config.model._target_ == HUGGING_FACE:
+        tensor = (f"{TENSOR}={config.parallel.tensor}", f"{TENSOR}=1")
+        yield from (*_model_errors(config, *tensor), *_placement_errors(config, *tensor))
+        if architecture_of(config.model).get("output_router_logits"):  # Each worker has a share of the tokens.
+            key = "model.options.output_router_logits"
+            yield f"{typed} with {tensor[0]} does not support {key}=true: use {key}=false, or {tensor[1]}"
 
 
 def _mixture_errors(config: Config, typed: str, alone: str) -> Iterator[str]:
@@ -166,21 +183,11 @@ def _mixture_errors(config: Config, typed: str, alone: str) -> Iterator[str]:
 
 
 def _errors(config: Config, typed: str, alone: str) -> Iterator[str]:
-    if found := [*_model_errors(config, typed, alone)]:  # Another degree or model changes all other errors.
-        yield from found
-        return
-    degree, per_node = config.parallel.copies, config.cluster.workers_per_node or 1
-    if config.parallel.pipeline > 1:
-        if rest := config.cluster.world_size % degree:
-            nodes, larger = config.cluster.nodes, config.cluster.world_size + degree - rest
-            fitting = f"cluster.workers_per_node={larger}" + (" cluster.nodes=1" if nodes > 1 else "")
-            yield f"{typed} must divide the {config.cluster.world_size} workers of the run: use {fitting}, or {alone}"
-    elif per_node % degree:
-        larger = -(-per_node // degree) * degree
-        yield (
-            f"{typed} must divide the workers of a node, cluster.workers_per_node={per_node}, because workers with "
-            f"the same rows exchange data in each layer: use cluster.workers_per_node={larger}, or {alone}"
-        )
+    for way, _ in degrees(config):
+        if found := [*_model_errors(config, way, alone)]:  # Another degree or model changes all other errors.
+            yield from found
+            return
+    yield from _placement_errors(config, typed, alone)
     further: Iterable[tuple[str, str]] = _unsupported_slices(config) if config.parallel.context > 1 else ()
     if config.parallel.pipeline > 1:
         yield from _schedule_errors(config, alone)
@@ -189,18 +196,36 @@ def _errors(config: Config, typed: str, alone: str) -> Iterator[str]:
         yield f"{typed} is not supported by {setting}: use {instead}, or {alone}"
 
 
+def _placement_errors(config: Config, typed: str, alone: str) -> Iterator[str]:
+    """Yield an error if the workers of a group are not on one node, or are no whole groups."""
+    parallel, total, per_node = config.parallel, config.cluster.world_size, config.cluster.workers_per_node or 1
+    in_layers = parallel.tensor * parallel.context
+    if per_node % in_layers:
+        larger = -(-per_node // parallel.copies) * parallel.copies
+        ways = " ".join(text for text, _ in degrees(config) if text.startswith((TENSOR, CONTEXT)))
+        yield (
+            f"{ways} must divide the workers of a node, cluster.workers_per_node={per_node}, because workers with "
+            f"the same rows exchange data in each layer: use cluster.workers_per_node={larger}, or {alone}"
+        )
+    elif rest := total % parallel.copies:
+        larger = total + parallel.copies - rest
+        fitting = f"cluster.workers_per_node={larger}" + (" cluster.nodes=1" if config.cluster.nodes > 1 else "")
+        groups = f"have groups of {parallel.copies} workers, which " if in_layers > 1 else ""
+        yield f"{typed} {groups}must divide the {total} workers of the run: use {fitting}, or {alone}"
+
+
 def _unsupported(config: Config) -> Iterator[tuple[str, str]]:
     """Yield each setting that excludes shared layers, and what to use in its place."""
     train = config.train
     if config.engine.name != "native":
         yield f"engine={config.engine.name}", "engine=native"
     if config.adapter.freezes_model:
-        yield f"adapter={config.adapter.name}", "adapter=none"
+        yield from _unsupported_adapter(config)
     if config.offload.enabled:
         yield "offload=true", "offload=false"
     if train.micro_batch_size == "auto":
         yield "train.micro_batch_size=auto", "a number"
-    if train.compile:
+    if train.compile:  # torch would compile each block, because each cut layer has its own ``forward``.
         yield f"train.compile={train.compiled}", "train.compile=false"
     if train.compute_weights == "step":
         yield "train.compute_weights=step", "train.compute_weights=autocast"
@@ -215,8 +240,15 @@ def _unsupported(config: Config) -> Iterator[tuple[str, str]]:
         yield f"scaling={config.scaling.name}", "scaling=fixed"
     if config.model._target_ == BLOOM and config.model.attention == "flex":
         yield "model.attention=flex of a BLOOM", "model.attention=sdpa"
-    if config.command in (Command.CHOOSE, Command.FORECAST):
-        yield f"distexp {config.command}, which has no model of its collectives", "distexp run or distexp verify"
+
+
+def _unsupported_adapter(config: Config) -> Iterator[tuple[str, str]]:
+    """Yield each setting of an adapter that excludes shared layers. Only the matrices of a layer are cut with it."""
+    adapter, parallel = config.adapter, config.parallel
+    if parallel.tensor < parallel.copies or parallel.expert > 1:
+        yield f"adapter={adapter.name}", "adapter=none"
+    elif adapter.dropout:
+        yield f"adapter.dropout={adapter.dropout:g}", "adapter.dropout=0"
 
 
 def _unsupported_lengths(config: Config) -> Iterator[tuple[str, str]]:
@@ -263,6 +295,13 @@ def _schedule_errors(config: Config, alone: str) -> Iterator[str]:
     workers, schedule = config.parallel.pipeline, schedule_of(config)
     micro_batches, key = config.train.gradient_accumulation_steps, "train.gradient_accumulation_steps"
     typed = f"{PIPELINE}={workers} parallel.schedule={schedule}"
+    if STAGES_PER_WORKER[schedule] > 1 and (units := units_of_stages(config)):
+        one = "1f1b" if micro_batches >= workers else "gpipe"
+        yield (
+            f"{typed} is not supported by {units[0]}, because FSDP would gather the other stage of a worker too: use "
+            f"parallel.schedule={one}, or {units[1]}"
+        )
+        return
     if schedule == "1f1b" and micro_batches < workers:
         yield (
             f"{typed} needs at least {workers} micro-batches in a step, but {key}={micro_batches}: use "
@@ -288,12 +327,19 @@ def _schedule_errors(config: Config, alone: str) -> Iterator[str]:
         )
 
 
+def units_of_stages(config: Config) -> tuple[str, str] | None:
+    """Return what distributes each stage in units of FSDP, and what to type instead; None if nothing does."""
+    if config.parallel.tensor > 1:
+        return f"{TENSOR}={config.parallel.tensor}", f"{TENSOR}=1 strategy=ddp"
+    return ("strategy=fsdp", "strategy=ddp") if config.strategy.name == "fsdp" else None
+
+
 def _model_errors(config: Config, typed: str, alone: str) -> Iterator[str]:
     """Yield an error if the layers of a model are not known to be divisible. A worker checks those of custom code."""
-    model, degree, is_tensor = config.model, config.parallel.copies, config.parallel.shares_layers
-    is_pipeline = config.parallel.pipeline > 1
+    model, key = config.model, typed.partition("=")[0]
+    degree, is_tensor, is_pipeline = int(typed.partition("=")[2]), key == TENSOR, key == PIPELINE
     types, compared = (TENSOR_TYPES, "plan for its layers") if is_tensor else (CONTEXT_TYPES, "training of this type")
-    types = PIPELINE_TYPES if is_pipeline else types
+    types = PIPELINE_TYPES if is_pipeline else EXPERT_TENSOR_TYPES if config.parallel.expert > 1 else types
     sizes: dict[str, Any] = {"model.num_heads": model.num_heads}
     if model._target_ == HUGGING_FACE:
         found = architecture_of(model)
@@ -312,13 +358,16 @@ def _model_errors(config: Config, typed: str, alone: str) -> Iterator[str]:
             reason = "which is not cut into stages"
         yield f"{typed} is not supported by model={model.name}, {reason}: use {alone} strategy=fsdp"
     known = {name: size for name, size in sizes.items() if isinstance(size, int) and not is_pipeline}
-    if wrong := {name: size for name, size in known.items() if size % degree}:
+    cut = config.parallel.tensor if key == CONTEXT else 1  # Its workers have a part of the heads already.
+    if wrong := {name: size for name, size in known.items() if size % (degree * cut)}:
         length = (config.dataset.max_length or model.seq_length) if config.parallel.context > 1 else None
-        fitting = max(n for n in range(1, degree) if all(size % n == 0 for size in (*known.values(), length or 0)))
-        workers = config.cluster.workers_per_node or 1
-        more = f" cluster.workers_per_node={-(-workers // fitting) * fitting}" if workers % fitting else ""
+        fits = (n for n in range(1, degree) if all(size % (n * cut) == 0 for size in known.values()))
+        fitting = max(n for n in fits if (length or 0) % n == 0)
+        workers, group = config.cluster.workers_per_node or 1, fitting * cut
+        more = f" cluster.workers_per_node={-(-workers // group) * group}" if workers % group else ""
         listed = " and ".join(f"{name}={size}" for name, size in wrong.items())
-        yield f"{typed} must divide {listed}: use {typed.partition('=')[0]}={fitting}{more}"
+        both = f" {TENSOR}={cut} (together {degree * cut})" if cut > 1 else ""
+        yield f"{typed}{both} must divide {listed}: use {key}={fitting}{more}"
 
 
 def _heads(architecture: Mapping[str, Any]) -> dict[str, Any]:

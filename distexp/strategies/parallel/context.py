@@ -33,7 +33,7 @@ OTHER_HEADS = ("classifier_dropout", "summary_first_dropout")
 
 def shared_tokens(context: Context) -> TokenSlice:
     """Return the tokens of a worker."""
-    return TokenSlice(context.rank % context.slices, context.slices)
+    return TokenSlice(context.rank // context.tensor % context.slices, context.slices)
 
 
 class _AllToAll(torch.autograd.Function):
@@ -146,8 +146,8 @@ def share_tokens(model: nn.Module, context: Context) -> None:
             f"tokens, but {type(model).__name__} has {name}={rate:g}: set model.dropout=0"
         )
     blocks = [block for _, block in find_blocks(model, needed_for=typed, alternative=WHOLE)]
-    shape = (context.data_parallel, context.slices)
-    mesh = init_device_mesh(context.device.type, shape, mesh_dim_names=("data", "context"))
+    shape = (context.data_parallel, context.slices, context.tensor)
+    mesh = init_device_mesh(context.device.type, shape, mesh_dim_names=("data", "context", "tensor"))
     exchange = Exchange(shared_tokens(context), mesh.get_group("context"), len(blocks))
     own: list[Any] = [module for block in blocks for module in block.modules() if hasattr(module, "attend")]
     for module in own:

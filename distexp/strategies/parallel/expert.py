@@ -7,6 +7,9 @@ The tokens of a layer travel twice: sorted by expert to the workers that have th
 with the weights of the router. In the backward pass their gradients do the same. So the gradient of an expert is a sum
 over the tokens of the whole group. FSDP divides it by the workers with the same experts only, and other weights by all.
 So the gradients that experts get are divided by the size of the group, and what they return is multiplied by it.
+
+With ``parallel.tensor`` the workers of a group of it have a share of the tokens each, in a part of the model that
+computes each token alone, as experts do. So each worker sends its tokens as if they were other rows.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -58,8 +61,8 @@ def _exchange(rows: Tensor, sent: Split, received: Split, group: Any) -> Tensor:
 class Dispatch:
     """The ``forward`` of the experts of a layer, of which this worker has some."""
 
-    def __init__(self, experts: nn.Module, mesh: DeviceMesh) -> None:
-        self.experts, self.plain = experts, experts.forward
+    def __init__(self, experts: nn.Module, mesh: DeviceMesh, sharing: Callable[[], int] | None) -> None:
+        self.experts, self.plain, self.sharing = experts, experts.forward, sharing
         self.group, self.workers = mesh.get_group(), mesh.size()
         self.total = number_of(experts)
         self.load: Tensor | None = None  # tokens that this worker has sent to each expert, in the training
@@ -79,10 +82,11 @@ class Dispatch:
         dist.all_to_all_single(received, counts, group=self.group)
         sent, back = self._splits(counts, received, len(chosen))
         rows = hidden_states.index_select(0, order // top_k_index.shape[-1])
-        tokens = self._send(rows, sent, back, self.workers)
+        factor = self.workers / (self.sharing() if self.sharing else 1)
+        tokens = self._send(rows, sent, back, factor)
         own = torch.arange(counts.shape[1], device=chosen.device).repeat(self.workers)
         own = own.repeat_interleave(received.flatten(), output_size=sum(back))
-        outputs = self._send(self._compute(tokens, own[:, None]), back, sent, 1 / self.workers)
+        outputs = self._send(self._compute(tokens, own[:, None]), back, sent, 1 / factor)
         placed = torch.zeros_like(outputs).index_copy(0, order, outputs)
         weighted = placed.view(*top_k_index.shape, -1) * top_k_weights[..., None]
         return weighted.sum(dim=1).to(hidden_states.dtype)
@@ -138,13 +142,19 @@ def find_experts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 class ExpertCutter:
     """Gives this worker its experts. Call it for each module that has its weights.
 
-    ``shard`` distributes a module as ``fully_shard`` does, with the options ``policy`` of the other units.
+    ``shard`` distributes a module as ``fully_shard`` does, with the options ``policy`` of the other units. ``sharing``
+    returns how many workers have a share of the tokens of the same rows in the current forward pass.
     """
 
     def __init__(
-        self, model: nn.Module, mesh: DeviceMesh, shard: Callable[..., Any], policy: Mapping[str, Any]
+        self,
+        model: nn.Module,
+        mesh: DeviceMesh,
+        shard: Callable[..., Any],
+        policy: Mapping[str, Any],
+        sharing: Callable[[], int] | None = None,
     ) -> None:
-        self.mesh, self.shard = mesh, shard
+        self.mesh, self.shard, self.sharing = mesh, shard, sharing
         self.policy = {**policy, "mesh": mesh[EXPERT_DATA]}
         if (mixed := policy.get("mp_policy")) is not None:  # The weights of the router stay in their precision.
             self.policy["mp_policy"] = replace(mixed, cast_forward_inputs=False)
@@ -176,7 +186,7 @@ class ExpertCutter:
 
     def _cut(self, experts: Any) -> None:
         own, data = self.mesh[EXPERT], self.mesh[EXPERT_DATA]
-        experts.forward = Dispatch(experts, own)
+        experts.forward = Dispatch(experts, own, self.sharing)
         experts.num_experts = number_of(experts) // own.size()
         for name, parameter in list(experts.named_parameters(recurse=False)):
             local = parameter.detach().chunk(own.size())[own.get_local_rank()].clone()

@@ -23,14 +23,20 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from distexp.config import Config, ConfigError
 from distexp.distributed.context import Context
+from distexp.models.adapter import ADAPTER
 from distexp.models.blueprint import find_embeddings
 from distexp.models.transforms import dropout_rates, find_blocks
 from distexp.strategies.communication import TENSOR
+from distexp.strategies.parallel.expert import find_experts
 
 COLUMNS, FUSED_COLUMNS, GATHERED_COLUMNS = "colwise", "fused_colwise", "colwise_gather_output"
 ROWS, SPLIT_ROWS, HEADS = "rowwise", "rowwise_split_input", "replicated_with_grad_allreduce"
+OWN_TOKENS = "own_tokens"
 STYLES = (COLUMNS, FUSED_COLUMNS, GATHERED_COLUMNS, ROWS, SPLIT_ROWS, HEADS)
-"""How a module of a block is cut. The names are those of transformers, except FUSED_COLUMNS: query, key and value."""
+"""How a module of a block is cut. The names are those of transformers, except FUSED_COLUMNS: query, key and value.
+
+OWN_TOKENS is in no plan: each worker has the whole matrix, and applies it to its tokens.
+"""
 
 Plan = Mapping[str, str]
 """Styles by the names of modules. A ``*`` is the number of a block."""
@@ -38,14 +44,17 @@ Plan = Mapping[str, str]
 FUSED_PARTS = 3
 
 
-def plan_of(model: nn.Module) -> Plan:
-    """Return how the blocks of a model are cut. Raise ConfigError if the model has no plan, or one of other styles."""
+def plan_of(model: nn.Module, *, with_experts: bool = True) -> Plan:
+    """Return how the blocks of a model are cut, with their experts or without.
+
+    Raise ConfigError if the model has no plan, or one of other styles.
+    """
     plan: Plan = getattr(model, "tensor_plan", None) or getattr(model, "_tp_plan", None) or {}
     if is_bloom(model):
         from distexp.models import bloom
 
         plan = bloom.TENSOR_PLAN
-    blocks = {name: style for name, style in plan.items() if "*" in name}
+    blocks = {name: style for name, style in plan.items() if "*" in name and (with_experts or ".experts" not in name)}
     name, others = type(model).__name__, sorted(set(blocks.values()) - set(STYLES))
     if not blocks:
         raise ConfigError(
@@ -89,6 +98,10 @@ class Region:
         """Return the placement of the gradient of a weight that each worker applies to its tokens."""
         return Replicate() if self.layout.is_replicate() else Partial()
 
+    def workers_with_own_tokens(self) -> int:
+        """Return how many workers have a share of the tokens each, or 1 if each of them has all."""
+        return 1 if self.layout.is_replicate() else self.mesh.size()
+
     def start(self, module: nn.Module, arguments: tuple[Any, ...], inputs: dict[str, Any]) -> Any:
         """Give each worker its share of the tokens before the first block."""
         hidden = hidden_of(arguments, inputs)
@@ -105,6 +118,11 @@ class Region:
         hidden = outputs if isinstance(outputs, Tensor) else outputs[0]
         hidden = move(hidden, self.mesh, self.layout, Replicate())
         return hidden if isinstance(outputs, Tensor) else (hidden, *outputs[1:])
+
+
+def has_parameters(module: nn.Module, *, recurse: bool = True) -> bool:
+    """Return whether a module has parameters here."""
+    return any(True for _ in module.parameters(recurse))
 
 
 def hidden_of(arguments: tuple[Any, ...], inputs: dict[str, Any]) -> Tensor:
@@ -190,8 +208,14 @@ class Cutter:
                 f"same units of different heads, but {type(model).__name__} has {name}={rate:g}: set model.dropout=0"
             )
         blocks = find_blocks(model, needed_for="parallel.tensor", alternative="parallel.tensor=1")
-        plan = plan_of(model)
+        plan = plan_of(model, with_experts=config.parallel.expert == 1)
         self.made = WeakTensorKeyDictionary()
+        self.experts = {experts for _, experts in find_experts(model)} if config.parallel.expert > 1 else set()
+        if self.experts and getattr(model.config, "output_router_logits", False):  # of a share of the tokens
+            raise ConfigError(
+                f"parallel.tensor={mesh.size()} with parallel.expert={config.parallel.expert} does not support the "
+                "router loss: use model.options.output_router_logits=false"
+            )
         for name, block in blocks:
             self._plan_block(name, block, plan)
         blocks[0][1].register_forward_pre_hook(self.region.start, with_kwargs=True)
@@ -202,13 +226,14 @@ class Cutter:
             bloom.cut_heads(model, self.region.rank, mesh.size())
         self._plan_vocabulary(model, config)
         for module in model.modules():  # what is not cut
-            if module not in self.styles and any(True for _ in module.parameters(recurse=False)):
+            is_planned = module in self.styles or module in self.experts
+            if not is_planned and has_parameters(module, recurse=False):
                 self.styles[module] = Cut(made=self.made)
 
     def __call__(self, module: nn.Module) -> None:
-        """Cut a module and what it contains, except what is cut already."""
+        """Cut a module and what it contains, except what is cut already or on other workers of a pipeline."""
         for part in module.modules():
-            if (style := self.styles.pop(part, None)) is not None:
+            if (style := self.styles.pop(part, None)) is not None and has_parameters(part, recurse=False):
                 parallelize_module(part, self.mesh, style, src_data_rank=None)
 
     def finish(self) -> None:
@@ -222,10 +247,12 @@ class Cutter:
         styles = {key: style for key in named for pattern, style in patterns if pattern.fullmatch(key)}
         parents = {key.rpartition(".")[0] for key, style in styles.items() if style in COLUMN_STYLES}
         whole = {key.rpartition(".")[0] for key, style in styles.items() if style == GATHERED_COLUMNS}
+        for key in [key for key in styles if hasattr(named[key], "lora_A")]:
+            styles |= _styles_of_adapter(key, styles.pop(key))
         for parent in parents:
             named[parent].register_forward_pre_hook(self.region.gather, with_kwargs=True)
         for key, module in named.items():
-            if not any(True for _ in module.parameters(recurse=False)):
+            if module in self.experts or not has_parameters(module, recurse=False):
                 continue
             inside = next((parent for parent in parents if key.startswith(f"{parent}.")), None)
             if key in styles:
@@ -241,8 +268,9 @@ class Cutter:
 
     def _style(self, name: str, module: nn.Module, style: str) -> Cut:
         mesh, region = self.mesh, self.region
-        if style == HEADS:
-            return Cut(gradient=Partial, made=self.made)
+        if style in (HEADS, OWN_TOKENS):
+            gradient = Partial if style == HEADS else lambda: region.weight_gradient
+            return Cut(gradient=gradient, made=self.made)
         axis = 0 if style in COLUMN_STYLES else 1
         weight = getattr(module, "weight", None)
         if not isinstance(module, nn.Linear) or weight is None or weight.shape[axis] % mesh.size():
@@ -297,12 +325,26 @@ class Cutter:
         self.styles[head] = Cut(0, project, made=self.made)
 
 
+def _styles_of_adapter(name: str, style: str) -> dict[str, str]:
+    """Return the styles of a layer with a LoRA adapter, and of its two matrices. The first one gives few features.
+
+    If the layer is cut by its outputs, the second matrix is too, and the workers sum the gradients of the first one. If
+    it is cut by its inputs, the first matrix is too, and the second one computes with the sum.
+    """
+    first, second = (HEADS, style) if style in COLUMN_STYLES else (style, OWN_TOKENS)
+    return {
+        f"{name}.base_layer": style,
+        f"{name}.lora_A.{ADAPTER}": first,
+        f"{name}.lora_B.{ADAPTER}": second,
+    }
+
+
 COLUMN_STYLES = (COLUMNS, FUSED_COLUMNS, GATHERED_COLUMNS)
 
 
 def shares_vocabulary(model: nn.Module) -> bool:
     """Return whether each worker of a group computes the logits of a part of the vocabulary, read from the weights."""
-    for _, head in find_embeddings(model)[1:]:
+    for _, head in find_embeddings(model)[-1:]:  # A stage of a pipeline has only the embedding or the head.
         weight, axes = head.weight, getattr(getattr(head.weight, "device_mesh", None), "mesh_dim_names", None) or ()
         return isinstance(weight, DTensor) and TENSOR in axes and not weight.placements[-1].is_replicate()
     return False

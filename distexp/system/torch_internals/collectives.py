@@ -5,6 +5,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import dataclass
 from datetime import timedelta
 from importlib.util import find_spec
+from math import prod
 from typing import Any, TypeVar, cast
 
 import torch
@@ -63,6 +64,8 @@ class FSDPUnitSize:
     gathered_bytes: int  # of all parameters in an all-gather
     reduced_bytes: int  # of all gradients in a reduce-scatter
     reshards_after_forward: bool
+    workers: int = 2  # over which the unit is sharded or copied; 1 if a group of ``parallel`` has no other one
+    shards: bool = True  # whether it is sharded, and not only copied
 
 
 def read_fsdp_unit_sizes(model: torch.nn.Module) -> list[FSDPUnitSize]:
@@ -74,15 +77,19 @@ def read_fsdp_unit_sizes(model: torch.nn.Module) -> list[FSDPUnitSize]:
 
 def _size_of(group: Any) -> FSDPUnitSize:
     parameters = [parameter.sharded_param for parameter in group.fsdp_params]
-    elements = tuple(parameter.numel() for parameter in parameters)
+    # With ``parallel.tensor`` a worker gathers its part of a weight only.
+    elements = tuple(parameter._orig_size.numel() for parameter in group.fsdp_params)
     gathered_dtype = group.mp_policy.param_dtype or parameters[0].dtype
     reduced_dtype = group.mp_policy.reduce_dtype or gathered_dtype
     return FSDPUnitSize(
         name=group._module_fqn or "",
         elements=elements,
         gathered_bytes=sum(elements) * gathered_dtype.itemsize,
-        reduced_bytes=sum(p.numel() for p in parameters if p.requires_grad) * reduced_dtype.itemsize,
+        reduced_bytes=sum(e for e, p in zip(elements, parameters, strict=True) if p.requires_grad)
+        * reduced_dtype.itemsize,
         reshards_after_forward=group.post_forward_mesh_info is not None,
+        workers=prod(getattr(group.mesh_info, name, 1) for name in ("shard_mesh_size", "replicate_mesh_size")),
+        shards=hasattr(group.mesh_info, "shard_mesh_size"),
     )
 
 
@@ -160,11 +167,13 @@ def set_default_timeout(timeout: timedelta) -> None:
 def fake_process_group(world_size: int, rank: int = 0) -> Iterator[None]:
     """Make this process a rank of a group whose collectives do nothing, during the block."""
     store = private_module("torch.testing._internal.distributed.fake_pg", "FakeStore").FakeStore()
+    debug, clear = "torch.distributed.tensor.debug", "_clear_sharding_prop_cache"
     torch.distributed.init_process_group("fake", rank=rank, world_size=world_size, store=store)
     try:
         yield
     finally:
         torch.distributed.destroy_process_group()
+        getattr(private_module(debug, clear), clear)()  # Results of DTensor have meshes with the groups of this rank.
 
 
 def stages_of_known_shapes() -> AbstractContextManager[None]:

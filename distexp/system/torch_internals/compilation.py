@@ -53,7 +53,9 @@ def compiler_settings(module: torch.nn.Module) -> dict[str, Any] | None:
     None if it is not compiled. The settings are those of inductor, and empty for another backend.
     """
     forward = vars(module).get("forward")
-    inner: Any = forward.args[0] if isinstance(forward, partial) and forward.args else forward
+    inner: Any = forward
+    while isinstance(inner, partial) and inner.args:
+        inner = inner.args[0]
     if not hasattr(inner, "get_compiler_config"):
         return None
     with explained("get_compiler_config of a compiled function"):

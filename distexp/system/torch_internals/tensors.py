@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from distexp.system.cgroups import nvml_session
+
 
 def tensor_norms(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
     """Return the 2-norm of each tensor, computed in ``dtype`` by one kernel."""
@@ -21,6 +23,15 @@ def scale_tensors(tensors: list[Tensor], factor: Tensor) -> None:
     """Multiply all tensors by a factor in place, with one kernel for all."""
     with explained("torch._foreach_mul_"):
         torch._foreach_mul_(tensors, factor)
+
+
+def plain_tensors(tensor: Any) -> Iterator[Tensor]:
+    """Yield a local tensor, or those of which it is made: a state in 8 bits has codes, scales and a table."""
+    if hasattr(tensor, "__tensor_flatten__"):
+        for name in tensor.__tensor_flatten__()[0]:
+            yield from plain_tensors(getattr(tensor, name))
+    elif isinstance(tensor, Tensor):
+        yield tensor
 
 
 def copy_tensors(targets: list[Tensor], sources: list[Tensor]) -> None:
@@ -230,6 +241,29 @@ def replaced(module_name: str, name: str, wrap: Callable[[Any], Any]) -> Iterato
         yield
     finally:
         setattr(place, attribute, original)
+
+
+@contextmanager
+def without_cuda() -> Iterator[None]:
+    """Let nothing initialize CUDA in this process during the block; what tries gets a RuntimeError.
+
+    NVML answers for the capability of a GPU. torchao asks for it when it is imported, and transformers imports torchao
+    if it is installed. The GPUs of a node are assumed to be equal.
+    """
+
+    def refuse() -> None:
+        raise RuntimeError("CUDA must not be initialized in a process that forks workers")
+
+    def capability(device: Any = None) -> tuple[int, int]:
+        with nvml_session() as nvml:
+            major, minor = nvml.nvmlDeviceGetCudaComputeCapability(nvml.nvmlDeviceGetHandleByIndex(0))
+        return int(major), int(minor)
+
+    with (
+        replaced("torch.cuda", "_lazy_init", lambda _: refuse),
+        replaced("torch.cuda", "get_device_capability", lambda _: capability),
+    ):
+        yield
 
 
 def private_module(module: str, *names: str) -> Any:

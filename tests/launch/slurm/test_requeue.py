@@ -39,7 +39,7 @@ LONG_TRAINING = (
     "cluster.device=cpu",
     "cluster.cpus_per_worker=1",
     "cluster.wait=false",
-    "train.max_steps=800",
+    "train.max_steps=400",
     "train.num_epochs=10000",
     "train.log_every=10",
     "train.checkpoint_every=25",
@@ -82,9 +82,9 @@ def test_a_requeued_run_resumes_with_the_same_losses(slurm: Cluster, tmp_path: P
     assert [attempt["job_id"] for attempt in resumed.run.attempts] == [job] * 2
     first, second = resumed.run.attempts
     assert (first["resumed_from_step"], first["reason"], second["reason"]) == (None, "preempted", "completed")
-    assert 0 < second["resumed_from_step"] < 800
+    assert 0 < second["resumed_from_step"] < 400
     lines, expected = read_lines(metrics), read_lines(sweep / "1/metrics.jsonl")
-    assert [line["step"] for line in lines] == [line["step"] for line in expected] == list(range(10, 801, 10))
+    assert [line["step"] for line in lines] == [line["step"] for line in expected] == list(range(10, 401, 10))
     for line, other in zip(lines, expected, strict=True):
         assert line["loss"] == pytest.approx(other["loss"], rel=1e-6), line["step"]
     assert resumed.metrics.eval_loss == pytest.approx(uninterrupted.metrics.eval_loss, rel=1e-6)
@@ -101,8 +101,8 @@ def test_the_head_requeues_the_job_if_an_agent_dies(slurm: Cluster, tmp_path: Pa
     task.kill()
     wait_requeued(slurm, latest_jobs(sweep)[0])
     gate.touch()
-    # Slurm starts the job after two minutes. It may repeat its kill of the first attempt's step after one minute, and
-    # a new attempt has a step with the same id.
+    # Slurm starts the job after ``REQUEUE_DELAY_S``. It may repeat its kill of the first attempt's step after one
+    # minute, and a new attempt has a step with the same id.
     wait_for(all_ended(slurm, sweep))
     assert_all_steps(sweep, 0, 100)
     first, second = read_record(sweep, 0).run.attempts
@@ -112,17 +112,17 @@ def test_the_head_requeues_the_job_if_an_agent_dies(slurm: Cluster, tmp_path: Pa
 
 @pytest.mark.slow
 def test_a_run_continues_after_the_time_limit_of_its_job(slurm: Cluster, tmp_path: Path) -> None:
-    """Slurm sends its signal 30 to 60 s before the limit of two minutes.
-
-    The run needs 100 s and the time to start.
-    """
-    sweep = tmp_path / "sweep"
-    submit(slurm, sweep, "train.max_steps=1000", "cluster.timeout_min=2", "cluster.signal_delay_s=30")
+    """Slurm sends its signal 30 to 60 s before the limit of two minutes. The run waits for it after 40 steps."""
+    sweep, gate = tmp_path / "sweep", tmp_path / "gate"
+    limits = ("cluster.timeout_min=2", "cluster.signal_delay_s=30")
+    submit(slurm, sweep, *gated(gate), "train.max_steps=150", *limits)
     job = latest_jobs(sweep)[0]
     restarts = 0
     deadline = time.monotonic() + 2000
     while "completed" not in status(slurm, sweep):
         assert time.monotonic() < deadline
+        if (sweep / "0" / STOP_REQUEST).exists():
+            gate.touch()
         if slurm.restarts(job) > restarts:  # a pending job may not have started at all
             restarts += 1
             assert "(time_limit): the run can be resumed from the checkpoint" in str(read_record(sweep, 0).error)
@@ -131,7 +131,7 @@ def test_a_run_continues_after_the_time_limit_of_its_job(slurm: Cluster, tmp_pat
     attempts = read_record(sweep, 0).run.attempts
     assert len(attempts) == restarts + 1 > 1
     assert {attempt["reason"] for attempt in attempts[:-1]} == {"preempted"}
-    assert_all_steps(sweep, 0, 1000)
+    assert_all_steps(sweep, 0, 150)
 
 
 @pytest.mark.slow

@@ -235,8 +235,8 @@ class FakeAllocator:
             "get_device_properties": lambda _: SimpleNamespace(uuid="1234"),
         }.items():
             monkeypatch.setattr(torch.cuda, name, result)
-        monkeypatch.setattr(step_recording, "start_memory_history", lambda _: None)
-        monkeypatch.setattr(step_recording, "stop_memory_history", self.history)
+        monkeypatch.setattr(step_recording.internals, "start_memory_history", lambda _: None)
+        monkeypatch.setattr(step_recording.internals, "stop_memory_history", self.history)
         monkeypatch.setattr(step_recording, "process_memory", lambda uuid: (int(uuid) * MIB, "process"))
         monkeypatch.setattr(step_recording, "_on_gpu", iter)
 

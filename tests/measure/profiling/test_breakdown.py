@@ -20,7 +20,8 @@ from distexp.measure.profiling.chrome_trace import (
 )
 from distexp.measure.profiling.intervals import Interval
 from distexp.measure.profiling.step_segments import MAX_SPANS, lanes_of
-from distexp.runs.step_files import PARTS, read_profile_summary, write_profile_summary
+from distexp.runs.metrics import PARTS
+from distexp.runs.step_files import read_profile_summary, write_profile_summary
 from distexp.system.torch_internals.collectives import DATA, OPTIMIZER, activate_annotations, annotate, annotate_items
 from tests.helpers.gpu_traces import ADAM, ALL_REDUCE, GEMM, POINTWISE, GPUTrace, event
 

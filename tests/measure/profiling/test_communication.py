@@ -29,9 +29,10 @@ from distexp.measure.profiling.intervals import (
 )
 from distexp.resolve.run_id import run_id
 from distexp.runs.events import read_phase_events
+from distexp.runs.metrics import PARTS
 from distexp.runs.record import RunRecord
 from distexp.runs.run_dir import PROFILE_TRACE
-from distexp.runs.step_files import PARTS, read_profile_summary
+from distexp.runs.step_files import read_profile_summary
 from tests.helpers.runs import HELPERS, make_spec, run_ranks
 from tests.helpers.slow_rank import LONG_SLEEP_S
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from distexp.measure.profiling.breakdown import have_other_sizes, remove_overhead
-from distexp.runs.step_files import PARTS
+from distexp.runs.metrics import PARTS
 
 
 def entry(**times: float | None) -> dict[str, float | None]:

@@ -193,8 +193,8 @@ def test_a_step_model_is_read_as_it_was_written(tmp_path: Path) -> None:
         workers=2,
         nodes=1,
         micro_batches=1,
-        step_s=0.25,
-        step_s_by_rank=((0.25, 0.5), (0.25, 0.75)),
+        step_s=0.5,
+        step_s_by_rank=((0.5, 0.5), (0.5, 0.75)),
         items=(
             Segment(FORWARD, 0, 0.5, 0.25, 0.75, 0.5, 3, waits=True),
             Collective("all_gather", None, 2, "shard", BACKWARD, 0, 0.5, 0.25, OPTIMIZER, 1, after_compute=False),
@@ -207,7 +207,8 @@ def test_a_step_model_is_read_as_it_was_written(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"schema": 2}', '{"schema": 1, "items": [{"type": "segment"}]}'])
-def test_a_step_model_that_cannot_be_read_is_none(content: str, tmp_path: Path) -> None:
+def test_a_step_model_that_cannot_be_read_is_named(content: str, tmp_path: Path) -> None:
     (tmp_path / "profile").mkdir()
     (tmp_path / "profile" / "step_model.json").write_text(content)
-    assert read_step_model(tmp_path) is None
+    with pytest.raises(ValueError, match=r"step_model\.json cannot be read"):
+        read_step_model(tmp_path)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import pytest
+
+from distexp.report.data.answer import build_tiles, recommended
+from distexp.report.data.metrics import METRICS_BY_NAME
 from distexp.report.data.overview import Overview, pareto_fronts
 from distexp.runs.record import RunRecord
 from distexp.runs.record_sections import RunError
 from tests.helpers.printed_tables import header, printed, unwrapped
-from tests.helpers.records import invalid, record
+from tests.helpers.records import add_parts, invalid, record
 
 
 def test_repeats_with_different_seeds_show_mean_and_deviation() -> None:
@@ -54,6 +58,22 @@ def test_cpu_memory_of_single_runs_is_ranked_only_beyond_what_other_processes_ch
     large = zip(runs, (4000.0, 9000.0, 5000.0), strict=True)
     text = unwrapped(printed([with_cpu_memory(run, peak) for run, peak in large]))
     assert "Lowest peak CPU memory: run 0 (strategy=ddp), 4,000 MiB." in text
+
+
+def test_cpu_memory_decides_only_what_is_more_than_the_processes_need() -> None:
+    """In a sweep of a tiny pipeline, the second run had 300 MiB more, because the first one's process was shared."""
+    runs = [add_parts(with_cpu_memory(record(n, strategy=f"ddp{n}"), 600.0 + 350 * n), parameters=10.0) for n in (0, 1)]
+    overview = Overview.from_records(runs)
+    process_mib = METRICS_BY_NAME["cpu_process_mib"].read(runs[0])
+    assert process_mib == pytest.approx(600 - (4 * 10 * 2.01 + 2 * 2))  # two ranks, of which one has 1 % more
+    assert process_mib is not None
+    why = f"differ by less than the {process_mib:,.0f} MiB that their processes need without tensors"
+    assert f"run 0 (strategy=ddp0), 600 MiB, and run 1 (strategy=ddp1), 950 MiB, {why}." in unwrapped(printed(runs))
+    assert list(recommended(overview)) == []
+    assert [tile.value for tile in build_tiles(overview) if tile.name.startswith("smallest")] == ["not decided"]
+    assert [len(front) for front in pareto_fronts(overview, "cpu_peak_mib")] == [1]
+    add_parts(with_cpu_memory(runs[1], 1950.0), parameters=1000.0 / 8)
+    assert [group.label for group in recommended(Overview.from_records(runs))] == ["0"]
 
 
 def test_runs_equal_within_the_noise_are_no_pareto_front() -> None:
@@ -177,3 +197,11 @@ def test_variables_of_the_logs_do_not_distinguish_runs() -> None:
     text = printed(records)
     assert "0 +1" in text
     assert "NCCL" not in text
+
+
+def test_a_default_that_null_replaced_is_no_difference() -> None:
+    """Records of DeepSpeed have ``overlap_comm=false`` until its default depended on the stage."""
+    runs = [record(n, strategy="deepspeed", deepspeed__overlap_comm=value) for n, value in enumerate((False, None))]
+    assert "overlap_" not in header(printed(runs))
+    runs[0].run.overrides.append("deepspeed.overlap_comm=false")
+    assert "overlap_" in header(printed(runs))

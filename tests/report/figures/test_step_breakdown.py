@@ -14,13 +14,13 @@ from distexp.report.figures.labels import LINE_HEIGHT, bar_height, label_axis
 from distexp.report.figures.step_figures import build_step_breakdown
 from distexp.report.overview_table import summarize
 from distexp.runs.attempts import NO_RECORD
+from distexp.runs.metrics import PARTS
 from distexp.runs.record import RunRecord
 from distexp.runs.run_dir import ARCHIVED_RECORD, ATTEMPTS, RECORD
-from distexp.runs.step_files import PARTS
 from tests.helpers.records import invalid, record, write
 
 STEP_PARTS = {f"{name}_ms": title for name, title in PARTS.items()}
-OWN = dict(zip(STEP_PARTS, (40.0, 20.0, 10.0, 0.0, 8.0, 2.0, 15.0, 5.0), strict=True))
+OWN = dict(zip(STEP_PARTS, (40.0, 20.0, 10.0, 0.0, 8.0, 2.0, 15.0, 5.0, 0.0), strict=True))
 
 
 def breakdown(rank: int, waiting: float = 0.0, **parts: float | None) -> dict[str, Any]:
@@ -67,7 +67,7 @@ def test_a_single_run_has_a_bar_for_each_rank(tmp_path: Path) -> None:
         ("1", "100.00", "40.0"),
     ]
     assert cells[1]["hidden communication"] == "30.0"
-    assert [entry.label for entry in drawn.legend] == list(STEP_PARTS.values())
+    assert [entry.label for entry in drawn.legend] == list(STEP_PARTS.values())[:-1]  # no pipeline
 
 
 def test_a_record_whose_parts_are_all_zero_has_no_chart(tmp_path: Path) -> None:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from playwright.sync_api import sync_playwright
 
 from distexp.report.__main__ import main
+from tests.helpers.records import record, write
 from tests.helpers.report_sweeps import growing_sweep, zero_sweep
+from tests.report.page.test_page import large_proof
 
 TIMEOUT_MS = 120_000
 LARGEST_PAGE = 2_000_000  # bytes
@@ -72,11 +76,54 @@ PROBLEMS = r"""() => {
 }"""
 
 
-@pytest.mark.parametrize("make", [zero_sweep, growing_sweep])
-def test_the_page_passes_the_checks_of_accessibility(make: Callable[[Path], Path], tmp_path: Path) -> None:
-    make(tmp_path)
-    assert main([str(tmp_path)]) == 0
-    page_file = tmp_path / "report" / "report.html"
+def report_of(make: Callable[[Path], Path], folder: Path) -> Path:
+    """Write a sweep and its report; return the page."""
+    make(folder)
+    assert main([str(folder)]) == 0
+    return folder / "report" / "report.html"
+
+
+MESHES: tuple[tuple[dict[str, Any], int], ...] = (
+    ({"tensor": 2}, 4),
+    ({"pipeline": 4}, 4),
+    ({"expert": 16}, 32),
+    ({"tensor": 2, "pipeline": 2, "mesh": [2, 2]}, 16),
+    ({"tensor": 4, "pipeline": 4, "mesh": [1, 1, 1]}, 4),  # as a foreign record may have
+)
+
+
+def mesh_report(folder: Path) -> Path:
+    """Write the report of runs whose workers share a model; return the page."""
+
+    def make(path: Path) -> Path:
+        runs = [record(n) for n in range(len(MESHES))]
+        for run, (degrees, workers) in zip(runs, MESHES, strict=True):
+            assert run.built
+            for name, value in {**degrees, "world_size": workers}.items():
+                setattr(run.built, name, value)
+        return write(path, *runs)
+
+    page = report_of(make, folder)
+    text = page.read_text()
+    assert 'aria-label="run 0: 2 x 2 workers (data x tensor). data 0: ranks 0 to 1; data 1: ranks 2 to 3"' in text
+    assert "<title>rank 3: data 0, pipeline 3</title>" in text
+    assert "2 x 2 x 2 x 2 workers (replica x shard x pipeline x tensor)" in text
+    assert "<title>rank 6: replica 0, shard 1, pipeline 1, tensor 0</title>" in text
+    assert text.count("Only the first ranks are drawn.") == 1
+    return page
+
+
+def proof_page(folder: Path) -> Path:
+    """Write a page of ``distexp verify``; return it."""
+    large_proof(folder / "proof.html")
+    return folder / "proof.html"
+
+
+@pytest.mark.parametrize(
+    "make", [partial(report_of, zero_sweep), partial(report_of, growing_sweep), mesh_report, proof_page]
+)
+def test_the_pages_pass_the_checks_of_accessibility(make: Callable[[Path], Path], tmp_path: Path) -> None:
+    page_file = make(tmp_path)
     assert page_file.stat().st_size < LARGEST_PAGE
     chromium = shutil.which("chromium")
     assert chromium, "chromium is missing: apt-get install chromium"
@@ -88,7 +135,8 @@ def test_the_page_passes_the_checks_of_accessibility(make: Callable[[Path], Path
             page.on("console", lambda message, found=messages: found.append(message.text))
             page.on("pageerror", lambda error, found=messages: found.append(str(error)))
             page.goto(page_file.as_uri())
-            page.wait_for_selector("html[data-ready=yes]", timeout=TIMEOUT_MS)
+            if page_file.name == "report.html":
+                page.wait_for_selector("html[data-ready=yes]", timeout=TIMEOUT_MS)
             page.evaluate("document.querySelectorAll('details').forEach((one) => (one.open = true))")
             assert page.evaluate(PROBLEMS) == [], scheme
             assert messages == [], scheme

@@ -183,7 +183,7 @@ def test_tiles_rank_runs_of_one_task_only(browser: Browser, tmp_path: Path) -> N
         page = watch(browser, made / "report" / "report.html").page
         tiles = page.locator(".tiles").inner_text()
         assert ("fastest" in tiles) == ranked
-        assert ("runs 1, 2: equal within the noise of ±57%" in tiles) == ranked
+        assert ("runs 1, 2 are equal within the noise of ±57%" in tiles) == ranked
         compared = [page.input_value(f"#run-{side}").split()[0] for side in "ab"]
         assert compared == ["1", "2"], "the comparison opens with completed runs"
         sentences = page.locator("#runs .sentences").text_content() or ""

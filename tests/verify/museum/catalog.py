@@ -41,6 +41,12 @@ TEXT_BUGS = {
     "same_samples": Bug("https://github.com/k2-fsa/icefall/issues/1616", "samples_same"),
     "same_epochs": Bug("https://github.com/kan-bayashi/ParallelWaveGAN/issues/177", "samples_epoch"),
     "shifted_labels": Bug("https://github.com/huggingface/transformers/pull/47395", "samples_labels"),
+    "not_normalized": Bug("https://github.com/pytorch/torchtitan/issues/2972", "not_normalized"),
+    "replicas_in_norm": Bug("https://github.com/NVIDIA-NeMo/RL/pull/3788", "norm_repeated"),
+    "padded_vocabulary": Bug("https://github.com/unslothai/unsloth/pull/10616", "forward"),
+    "uninitialized_buffer": Bug("https://github.com/EvolvingLMMs-Lab/lmms-engine/pull/185", "initial_ranks"),
+    "resumed_first_order": Bug("https://github.com/modelscope/ms-swift/issues/10050", "resume_samples"),
+    "resumed_schedule_twice": Bug("https://github.com/THUDM/slime/pull/1547", "resume_lr"),
 }
 """Bugs of language models, by name. ``mutations.py`` and ``models.py`` rebuild them."""
 

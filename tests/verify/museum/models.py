@@ -476,6 +476,45 @@ class AccumulatedInBf16(AllReduced):
         return found
 
 
+class NotNormalized(AllReduced):
+    """The gradients are not divided by the targets of the step. The logged loss is right."""
+
+    normalizer: Tensor
+
+    def forward_backward(self, batch: Any, *, normalizer: Tensor, last_micro: bool) -> Tensor:
+        self.normalizer = normalizer
+        return super().forward_backward(batch, normalizer=normalizer, last_micro=last_micro)
+
+    def reduce_one(self, name: str, gradient: Tensor) -> None:
+        super().reduce_one(name, gradient)
+        gradient.mul_(self.normalizer)
+
+
+class ReplicasInNorm(AllReduced):
+    """The norm counts norms and biases once for each rank, and the other parameters once."""
+
+    def _update(self) -> Tensor:
+        squares = [each.square().sum() * (self.workers if each.dim() == 1 else 1) for each in self.gradients()]
+        super()._update()
+        return torch.stack(squares).sum().sqrt()
+
+
+class PaddedVocabulary(AllReduced):
+    """The softmax of a training counts logits of padding, which are 0."""
+
+    def _call(self, module: nn.Module, batch: Any) -> Any:
+        outputs = super()._call(module, batch)
+        outputs.logits = nn.functional.pad(outputs.logits, (0, 8))
+        return outputs
+
+
+class UninitializedBuffer(AllReduced):
+    """A buffer that is not persistent has other values on each rank, because only saved ones are broadcast."""
+
+    def prepare(self, model: nn.Module) -> None:
+        model.register_buffer("frequencies", torch.full((4,), float(self.rank)), persistent=False)
+
+
 class Fails(AllReduced):
     """The second update fails on the last rank, and the others wait for it."""
 
@@ -529,5 +568,9 @@ MODELS: dict[str, type[AllReduced]] = {
     "states_cleared": StatesCleared,
     "row_lost": RowLost,
     "accumulated_in_bf16": AccumulatedInBf16,
+    "not_normalized": NotNormalized,
+    "replicas_in_norm": ReplicasInNorm,
+    "padded_vocabulary": PaddedVocabulary,
+    "uninitialized_buffer": UninitializedBuffer,
     "fails": Fails,
 }

@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
+from distexp.checkpoints.folder import list_checkpoints
 from distexp.config import Config
 from distexp.engines.native import Native
 from distexp.strategies.base import Strategy
@@ -141,6 +142,33 @@ def buffers_not_broadcast(inputs: TrainingInputs, context: Any) -> Iterator[Trai
         yield inputs
 
 
+@contextmanager
+def resumed_first_order(inputs: TrainingInputs, context: Any) -> Iterator[TrainingInputs]:
+    """Give the epoch of a resumed run the order of the first one."""
+    sampler, whole = inputs.training.sampler, inputs.training.sampler.global_batches
+    resumes = bool(list_checkpoints(context.run_dir))
+    with patch.object(sampler, "global_batches", lambda epoch: whole(0 if resumes else epoch)):
+        yield inputs
+
+
+class DoubleSchedule(StepPlan):
+    """A schedule that counts the steps before a checkpoint twice."""
+
+    before: int
+
+    def learning_rate(self, step: int) -> float:
+        """Return the rate of a later step."""
+        return super().learning_rate(step + self.before)
+
+
+@contextmanager
+def resumed_schedule_twice(inputs: TrainingInputs, context: Any) -> Iterator[TrainingInputs]:
+    """Add the steps before a checkpoint to the schedule again, though it is restored."""
+    plan = DoubleSchedule(inputs.plan.train, inputs.plan.steps_per_epoch)
+    object.__setattr__(plan, "before", 3 if list_checkpoints(context.run_dir) else 0)
+    yield replace(inputs, plan=plan)
+
+
 TRAINER_BUGS = {
     "same_samples": same_samples,
     "overlapping_shares": overlapping_shares,
@@ -150,4 +178,6 @@ TRAINER_BUGS = {
     "schedule_per_rank": schedule_per_rank,
     "late_schedule": late_schedule,
     "buffers_not_broadcast": buffers_not_broadcast,
+    "resumed_first_order": resumed_first_order,
+    "resumed_schedule_twice": resumed_schedule_twice,
 }
