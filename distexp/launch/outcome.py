@@ -22,6 +22,7 @@ from distexp.measure.memory.sampler import run_traces, summarize_run
 from distexp.measure.run_energy import TraceEnergy, energy_entry, measure_energy
 from distexp.resolve.run_id import proof_file
 from distexp.runs import attempts, events, predictions, step_files, texts
+from distexp.runs.number_ranges import range_errors
 from distexp.runs.record import RunRecord, RunSpec
 from distexp.runs.record_sections import RunError, RunInfo, make_environment
 from distexp.runs.run_dir import ALLOCATOR, DISK_RESERVE, EVENTS, PREFLIGHT, RANK_LOG, RECORD, RESULT, SPEC
@@ -151,9 +152,12 @@ def finalize_dead_run(directory: Path, launcher: int, trusted: Sequence[str]) ->
 
 
 def add_advice(record: RunRecord, spec: RunSpec, directory: Path) -> None:
-    """Add what would have fit, if the run was out of GPU memory."""
+    """Add what would have fit, if the run was out of GPU memory. Raise ValueError if the report of memory is wrong."""
     if record.status != "oom_gpu" or record.error is None or record.error.memory is None:
         return
+    if errors := list(range_errors(record.error.memory, "memory")):
+        record.error.memory = None  # A record with impossible numbers could not be read.
+        raise ValueError(texts.join_errors(errors))
     from distexp.launch import memory_check  # It needs the planner.
 
     memory_check.add_advice(record.error.memory, spec, directory)

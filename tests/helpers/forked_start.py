@@ -23,7 +23,9 @@ from typing import Any, NoReturn
 from distexp.launch.node_setup import EXTENSIONS_DIR
 from distexp.system.cgroups import visible_gpus
 
-FORKED = frozenset({"distexp.worker.shared_start", "distexp.launch.agent", "distexp.verify.workers"})
+FORKED = frozenset(
+    {"distexp.worker.shared_start", "distexp.launch.agent", "distexp.plan.trace.server", "distexp.verify.workers"}
+)
 """Modules that are started so."""
 
 LIBRARIES = (

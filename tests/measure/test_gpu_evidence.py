@@ -18,7 +18,7 @@ from distexp.runs.record import RunRecord
 from distexp.runs.run_dir import EVENTS, memory_trace_path
 from distexp.runs.texts import describe_straggler
 from tests.helpers.runs import make_spec
-from tests.measure.energy.traces import write_events, write_trace
+from tests.measure.energy.traces import START, write_events, write_trace
 
 SECONDS = range(10)
 """The training lasts from 1 s to 4 s and from 6 s to 8 s."""
@@ -30,7 +30,7 @@ def samples(index: int, **values: Any) -> list[MemorySample]:
     def at(time_s: float) -> dict[str, Any]:
         return {name: value(time_s) if callable(value) else value for name, value in values.items()}
 
-    return [MemorySample(float(t), "", GPU, index, 1.0, **at(t)) for t in SECONDS]
+    return [MemorySample(START + t, "", GPU, index, 1.0, **at(t)) for t in SECONDS]
 
 
 def evidence(folder: Path, *gpus: dict[str, Any], first_index: int = 0) -> list[tuple[list[str], list[str]]]:
