@@ -135,12 +135,12 @@ def sizes_table(name: str) -> str:
     """Return the table of runs of ``kernels=fast`` with several micro-batches and lengths."""
     rows = [
         [
-            str(run["micro_batch"]), f"{run['length']:,}", f"{run['samples_per_second']:,.1f}",
+            run["model"], str(run["micro_batch"]), f"{run['length']:,}", f"{run['samples_per_second']:,.1f}",
             f"{run['tokens_per_second']:,.0f}", f"{run['peak_mib']:,.0f}", f"{100 * run['mfu']:.1f} %",
         ]
         for run in json.loads((RESULTS / name).read_text())
     ]  # fmt: skip
-    return markdown(("micro-batch", "tokens", "samples/s", "tokens/s", "peak MiB", "MFU"), rows, text=())
+    return markdown(("model", "micro-batch", "tokens", "samples/s", "tokens/s", "peak MiB", "MFU"), rows, text=(0,))
 
 
 def float8_table(name: str) -> str:
@@ -252,6 +252,7 @@ def tables(page: str) -> dict[str, str]:
         return {
             "loops": loops_table("any_model_h100.json"),
             "loops H200": loops_table("any_model_h200.json"),
+            "large batches": sizes_table("large_batches_h200.json"),
             "dense": sizes_table("dense_h200.json"),
             "float8": float8_table("float8_h200.json"),
             "LoRA": lora_table("lora8b_h100.json"),

@@ -89,8 +89,13 @@ def make_estimate(config: Config) -> Estimate:
 
 
 def unknown_error(config: Config, *, on_gpu: bool) -> str:
-    """Return why the error of a prediction is not known, by ``docs/results/model-parallel.md``; empty if it is."""
+    """Return why the error of a prediction is not known; empty if it is.
+
+    ``docs/results/plan.md`` and ``docs/results/model-parallel.md`` have the compared runs.
+    """
     shares, what = config.parallel, ""
+    on_one_gpu = on_gpu and config.cluster.world_size == 1
+    several = " with several workers" if on_gpu else ""
     if config.precision.name == "float8":
         return "predictions of precision=float8 are those of precision=bf16, and a run needed 17 % less"
     if on_gpu and shares.pipeline > 1 and STAGES_PER_WORKER[schedule_of(config)] > 1:
@@ -102,10 +107,12 @@ def unknown_error(config: Config, *, on_gpu: bool) -> str:
         return f"predictions of parallel.expert assume that all experts get equally many tokens{more}"
     if shares.copies > 1 and not on_gpu:
         what = "workers with the same rows (section parallel)"
-    elif config.train.activation_checkpointing in ("offload", *(() if on_gpu else ("selective",))):
-        what = f"train.activation_checkpointing={config.train.activation_checkpointing}"
-    elif config.train.optimizer == "adamw8bit":
-        what = "train.optimizer=adamw8bit"
+    elif config.train.activation_checkpointing == "selective" and not on_gpu:
+        what = "train.activation_checkpointing=selective"
+    elif config.train.activation_checkpointing == "offload" and not on_one_gpu:
+        what = f"train.activation_checkpointing=offload{several}"
+    elif config.train.optimizer == "adamw8bit" and not on_one_gpu:
+        what = f"train.optimizer=adamw8bit{several}"
     elif config.adapter.freezes_model and shares.tensor > 1:
         what = "adapter=lora with parallel.tensor"
     elif shares.tensor > 1 and not sharding_of(config).shards_over_all_workers:
