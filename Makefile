@@ -20,8 +20,8 @@ INSTALL = $(UV) pip install --quiet --python $(BIN)/python --constraint requirem
 # DeepSpeed's build needs the installed torch, so torch comes first and the build is not isolated.
 FIRST := torch torchvision setuptools ninja wheel
 PROJECT := --no-build-isolation-package deepspeed --editable
-# Many tests wait for processes, so three files of tests run at a time on two cores. tests/conftest.py orders the files.
-PYTEST := $(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder
+# Many tests wait for processes, so four files of tests run at a time on two cores. tests/conftest.py orders the files.
+PYTEST := $(BIN)/python -m pytest --numprocesses 4 --dist loadfile --no-loadscope-reorder
 
 .PHONY: setup demo test test-slow test-all test-release lint docs pins
 setup: $(VENV)/.setup

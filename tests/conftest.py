@@ -6,12 +6,14 @@ import os
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
 from distexp.config import DatasetConfig
 from distexp.system.cgroups import visible_gpus
 from tests.helpers.datasets import squad_dataset, tinyimagenet_dataset
+from tests.helpers.forked_cli import serve_module
 from tests.helpers.slurm_cluster import Cluster, missing_requirement, running_cluster
 
 # Several tests share the cores. Threads of OpenMP that wait for each other would use them, for ten times the time of
@@ -29,6 +31,13 @@ def _shared_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
 def _no_terminal_width() -> None:
     """Remove the width that pytest-xdist sets, so that output is as in a pipe."""
     os.environ.pop("COLUMNS", None)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _forked_predictions() -> Iterator[None]:
+    """Trace in forks of a process that has imported torch, instead of in new interpreters."""
+    with patch("distexp.plan.planner.start_module", serve_module):
+        yield
 
 
 @pytest.fixture(scope="session")

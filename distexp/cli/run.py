@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from contextlib import redirect_stdout, suppress
 from io import StringIO
 from itertools import islice
-from typing import Any
+from typing import Any, cast
 
 import hydra
 import hydra._internal.hydra as hydra_app
@@ -21,14 +21,13 @@ from yaml import YAMLError
 from distexp import exceptions
 from distexp.cli.arguments import normalize_arguments
 from distexp.cli.errors import explain, explain_os_error
-from distexp.config import Command, ConfigError, register_schema
+from distexp.config import Command, Config, ConfigError, register_schema
 from distexp.config.keys import check_values, conf_dir
 from distexp.config.overrides import is_override, key_of, parse, sets_key
 from distexp.exceptions import TRACE_VARIABLE, print_error
 from distexp.guard.command_line import check_arguments_for_secrets
 from distexp.guard.config_files import use_checked_loader
 from distexp.resolve.section_checks import check_files
-from distexp.runs.record import parse_config
 
 WRONG = (ConfigError, HydraException, OmegaConfBaseException, YAMLError)
 """Errors of a command line or of a configuration file."""
@@ -96,7 +95,8 @@ def _further_errors(left: list[str], command: Command, added: Sequence[str], fou
         with redirect_stdout(printed):
             _run_hydra([*left, "--cfg", "job"], command, added)
         # Hydra has no error. Values outside of their limits and missing files do not depend on what was left out.
-        config = parse_config(OmegaConf.create(printed.getvalue()))
+        values = OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.create(printed.getvalue()))
+        config = cast(Config, OmegaConf.to_object(values))
         messages = [*check_values(config), *(check_files(config) if config.scale.name == "full" else ())]
     except WRONG as error:
         messages = explain(error)

@@ -10,8 +10,6 @@ from operator import itemgetter
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from omegaconf.errors import OmegaConfBaseException
-
 from distexp.config import DatasetConfig
 from distexp.resolve.resources import MAX_CPU_BYTES, estimate_image_bytes
 from distexp.runs.metrics import PARTS
@@ -261,7 +259,7 @@ def _usable_mib(profile: StepProfile) -> float | None:
     # CUDA, NCCL and other programs: what was measured, or the usual memory if this is more. For this reason
     # cluster.gpu_memory_limit_gb subtracts at least the usual one.
     outside = _values(profile.record.memory.get("parts"), "context_mib")
-    with suppress(OmegaConfBaseException, TypeError, ValueError):  # of a damaged record
+    with suppress(TypeError, ValueError):  # of a damaged record
         outside.append(profile.strategy.total_overhead_mib(parse_config(profile.record.config)))
     total = profile.record.environment.gpu_total_mib if profile.record.environment else None
     if total is None or not outside:

@@ -12,12 +12,8 @@ import re
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple, cast
-
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from typing import Any, NamedTuple
 
 from distexp.config import Command, Config, ConfigError
 from distexp.config.fields import describe, key
@@ -279,20 +275,16 @@ class RunSpec:
             with open_file(directory / SPEC) as file:
                 raw = json.load(file)
             return cls(config=parse_config(raw["config"]), run=parse_dataclass(RunInfo, raw["run"]))
-        except (KeyError, TypeError, ValueError, OmegaConfBaseException) as error:
+        except (KeyError, TypeError, ValueError) as error:
             reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
             raise ValueError(f"{directory / SPEC} is damaged ({reason})") from error
 
 
 def parse_config(values: Any) -> Config:
-    """Return a configuration as dataclasses. Raise OmegaConfBaseException if it does not match the schema."""
-    return cast(Config, OmegaConf.to_object(OmegaConf.merge(_schema(), values)))
-
-
-@lru_cache(maxsize=1)
-def _schema() -> DictConfig:
-    """Return the schema. It is cached, because making it takes as long as composing a cell."""
-    return cast(DictConfig, OmegaConf.structured(Config))
+    """Return a resolved configuration as dataclasses. Raise ValueError or TypeError if it does not match the schema."""
+    if errors := list(section_errors(Config, values, complete=True, known_only=True)):
+        raise ValueError(", ".join(errors[:MAX_SHOWN_ERRORS]))
+    return parse_dataclass(Config, values)
 
 
 DONE = frozenset({"completed", "oom_gpu", "oom_host"})

@@ -44,20 +44,25 @@ def read_dataclass(kind: type[DataclassType], path: Path, *keys: str) -> Datacla
         return None
 
 
-def section_errors(kind: type[Any], raw: Any, *, complete: bool, name: str = "config") -> Iterator[str]:
+def section_errors(
+    kind: type[Any], raw: Any, *, complete: bool, known_only: bool = False, name: str = "config"
+) -> Iterator[str]:
     """Yield an error for each value that does not fit a section of the configuration. Missing keys are no errors.
 
-    If the values are not ``complete``, that is resolved, a text or null may stand for each.
+    If the values are not ``complete``, that is resolved, a text or null may stand for each. With ``known_only``, an
+    unknown key is an error.
     """
     if not isinstance(raw, dict):
         yield f"{name} is {_shown(raw)} and not a section"
         return
+    if known_only:
+        yield from (f"{name}.{key} is unknown" for key in raw.keys() - {known.name for known in fields(kind)})
     for key, hint, read in _fields(kind):  # type: ignore[arg-type]
         if key not in raw:
             continue
         value, full_name = raw[key], f"{name}.{key}"
         if _is_dataclass(hint):
-            yield from section_errors(hint, value, complete=complete, name=full_name)
+            yield from section_errors(hint, value, complete=complete, known_only=known_only, name=full_name)
         elif not _accepts(read, value) and (complete or not (value is None or isinstance(value, str))):
             yield f"{full_name} is {_shown(value)}"
 

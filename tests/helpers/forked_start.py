@@ -63,14 +63,18 @@ class ForkedProcess(subprocess.Popen[bytes]):
 
 def is_forked(arguments: Any, environment: Mapping[str, str] | None) -> bool:
     """Return whether a process can be a fork: it needs no other imports than this one, and no thread is lost."""
-    if environment is None or not isinstance(arguments, list) or len(arguments) < 3 or visible_gpus():
-        return False
-    changed = {name for name, _ in {*environment.items()} ^ {*FIRST.items()} if name.startswith(READ_AT_IMPORT)}
-    paths = environment.get("PYTHONPATH", "").split(os.pathsep)
-    if any(os.path.exists(os.path.join(path, "sitecustomize.py")) for path in paths):
+    if environment is None or not isinstance(arguments, list) or len(arguments) < 3:
         return False
     known = arguments[:2] == [sys.executable, "-m"] and arguments[2] in FORKED
-    return known and changed <= {EXTENSIONS_DIR} and threading.active_count() == 1
+    return known and has_same_imports(environment) and threading.active_count() == 1
+
+
+def has_same_imports(environment: Mapping[str, str]) -> bool:
+    """Return whether the libraries would be as in this process if they were imported in an environment."""
+    changed = {name for name, _ in {*environment.items()} ^ {*FIRST.items()} if name.startswith(READ_AT_IMPORT)}
+    paths = environment.get("PYTHONPATH", "").split(os.pathsep)
+    changes_python = any(os.path.exists(os.path.join(path, "sitecustomize.py")) for path in paths)
+    return changed <= {EXTENSIONS_DIR} and not changes_python and not visible_gpus()
 
 
 def become(

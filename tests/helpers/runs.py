@@ -9,7 +9,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig
@@ -115,8 +114,5 @@ RANKS = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(REPO
 def run_ranks(workers: int, script: Path, *arguments: str, timeout: float = 2 * TIMEOUT_S) -> None:
     """Run a script on local gloo workers; the failure shows its output."""
     options = str(workers), str(script), *arguments
-    try:
-        done = start_module("tests.helpers.forked_ranks", *options, timeout=timeout, env=RANKS)
-    except subprocess.TimeoutExpired as expired:
-        pytest.fail(f"{script.name} took longer than {timeout:g} s:\n{(expired.stderr or b'').decode()[-6000:]}")
+    done = run_forked(*options, module="tests.helpers.forked_ranks", cwd=REPOSITORY, timeout=timeout, env=RANKS)
     assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import psutil
 
+from tests.helpers.forked_cli import ServedProcess
 from tests.helpers.runs import HELPERS, REPOSITORY
 
 QUICK = (
@@ -52,16 +53,18 @@ def wait_for(condition: Callable[[], bool]) -> bool:
 class StartedCommand:
     """A command in the background. It is killed when the block ends."""
 
-    def __init__(self, folder: Path, *arguments: str) -> None:
+    def __init__(self, folder: Path, *arguments: str, interpreter: bool = False) -> None:
+        """Start a command, with an interpreter of its own if a test finds its processes by their command lines."""
         self.folder = folder
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "distexp", *arguments],
-            cwd=folder,
-            env={**os.environ, **ENV},
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
+        environment = {**os.environ, **ENV}
+        self.process: ServedProcess | subprocess.Popen[bytes]
+        if interpreter:
+            command, lost = [sys.executable, "-m", "distexp", *arguments], subprocess.DEVNULL
+            self.process = subprocess.Popen(
+                command, cwd=folder, env=environment, stdout=lost, stderr=lost, start_new_session=True
+            )
+        else:
+            self.process = ServedProcess("distexp", arguments, environment, cwd=folder, session=True)
 
     def __enter__(self) -> StartedCommand:
         return self

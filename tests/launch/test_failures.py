@@ -197,7 +197,7 @@ def test_a_stopped_launcher_leaves_a_record_and_no_process(
 
 @pytest.mark.parametrize("attempt", range(REPEATS))
 def test_a_killed_agent_ends_its_workers(attempt: int, tmp_path: Path) -> None:
-    with StartedCommand(tmp_path, *sabotage("hangs", rank=1, at=100), *QUICK) as command:
+    with StartedCommand(tmp_path, *sabotage("hangs", rank=1, at=100), *QUICK, interpreter=True) as command:
         command.until_training()
         family = tree_of(command.process.pid)
         (agent,) = [p for p in family if "distexp.launch.agent" in p.cmdline()]
@@ -211,7 +211,7 @@ def test_a_killed_agent_ends_its_workers(attempt: int, tmp_path: Path) -> None:
 
 
 def test_the_killed_parent_of_the_workers_is_named(tmp_path: Path) -> None:
-    with StartedCommand(tmp_path, *sabotage("hangs", rank=1, at=100), *QUICK) as command:
+    with StartedCommand(tmp_path, *sabotage("hangs", rank=1, at=100), *QUICK, interpreter=True) as command:
         command.until_training()
         family = tree_of(command.process.pid)
         (shared,) = [child for child in family[0].children() if "distexp.worker.shared_start" in child.cmdline()]
@@ -229,7 +229,7 @@ def test_the_record_of_a_launcher_and_an_agent_that_died_together_is_written_lat
     """By status, report and cancel, each on its own copy of the directory."""
     first = tmp_path / "status"
     overrides = (*QUICK, "strategy=single", "train.num_epochs=100000", f"hydra.sweep.dir={first}")
-    with StartedCommand(tmp_path, *overrides) as command:
+    with StartedCommand(tmp_path, *overrides, interpreter=True) as command:
         assert wait_for(lambda: any(p.stat().st_size for p in first.rglob("metrics.jsonl")))
         family = tree_of(command.process.pid)
         (agent,) = [child for child in family if "distexp.launch.agent" in child.cmdline()]

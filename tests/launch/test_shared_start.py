@@ -293,7 +293,8 @@ def _threads(run: Path) -> list[str]:
 
 @pytest.mark.slow
 def test_runs_replace_a_killed_shared_process_and_none_outlives_the_launcher(tmp_path: Path) -> None:
-    with StartedCommand(tmp_path, *SHARED, "train.seed=1,2", *sabotage("hangs", at=100), *QUICK) as command:
+    overrides = (*SHARED, "train.seed=1,2", *sabotage("hangs", at=100), *QUICK)
+    with StartedCommand(tmp_path, *overrides, interpreter=True) as command:
         first = command.until_training()
         children = psutil.Process(command.process.pid).children()
         (shared,) = [child for child in children if "distexp.worker.shared_start" in child.cmdline()]

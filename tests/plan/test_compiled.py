@@ -133,15 +133,20 @@ FUSED = ("strategy=single", "train.compile=model", "train.compute_weights=step",
 TARGETS_64 = ("train.logits=targets", "train.micro_batch_size=64")
 
 
-@pytest.mark.slow
+COMPILED = [
+    (("strategy=single", "train.compile=blocks", "train.micro_batch_size=16"), "eager", 28_166),
+    ((*FUSED, "train.logits=targets", "train.micro_batch_size=16"), "flex", 14_076),
+    (("zero_stage=2", "cluster.workers_per_node=2", "train.compile=blocks", *TARGETS_64), "flex", 29_917),
+    (("strategy=single", "train.compile=model", "train.compute_weights=step", *TARGETS_64), "flex", 32_971),
+    (("zero_stage=3", "offload=true", "cluster.workers_per_node=1", *TARGETS_64), "flex", 26_142),
+]
+
+
 @pytest.mark.parametrize(
     ("overrides", "attention", "measured"),
     [
-        (("strategy=single", "train.compile=blocks", "train.micro_batch_size=16"), "eager", 28_166),
-        (("zero_stage=2", "cluster.workers_per_node=2", "train.compile=blocks", *TARGETS_64), "flex", 29_917),
-        (("strategy=single", "train.compile=model", "train.compute_weights=step", *TARGETS_64), "flex", 32_971),
-        ((*FUSED, "train.logits=targets", "train.micro_batch_size=16"), "flex", 14_076),
-        (("zero_stage=3", "offload=true", "cluster.workers_per_node=1", *TARGETS_64), "flex", 26_142),
+        pytest.param(*case, marks=getattr(pytest.mark, "slow" if n < 2 else "release"))
+        for n, case in enumerate(COMPILED)
     ],
 )
 def test_the_peak_of_compiled_models_is_that_of_gpus(overrides: tuple[str, ...], attention: str, measured: int) -> None:

@@ -27,7 +27,7 @@ from tests.helpers.planning import linear_estimate
 from tests.helpers.printed_tables import printed, unwrapped
 from tests.helpers.profiled_records import COMMUNICATION_BOUND, profiled
 from tests.helpers.records import add_parts, record, write
-from tests.helpers.runs import make_spec, resolve_cell, run_distexp
+from tests.helpers.runs import make_spec, resolve_cell, run_distexp, start_distexp
 
 NOTE = "The toy keeps all gradients until it reduces them."
 
@@ -177,7 +177,8 @@ def test_the_report_shows_its_label_and_its_notes() -> None:
 def test_a_run_of_it_is_predicted_explained_and_reported(tmp_path: Path) -> None:
     run = tmp_path / "run"
     steps = ("train.measure_after_step=2", "train.profile_steps=2", "train.max_steps=8")
-    done = run_distexp(*TOY, *WIDE, *steps, "plan=check", f"hydra.run.dir={run}")
+    # Not a fork, which would share memory with the tests.
+    done = start_distexp(*TOY, *WIDE, *steps, "plan=check", f"hydra.run.dir={run}")
     assert done.returncode == 0, done.stdout + done.stderr
     found = RunRecord.read(run / "record.json")
     assert found.predicted is not None

@@ -148,7 +148,7 @@ def test_a_run_resumes_from_its_last_checkpoint_after_lost_nodes(slurm: Cluster,
     assert interrupted.metrics.eval_loss == pytest.approx(uninterrupted.metrics.eval_loss, rel=1e-6)
 
 
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.usefixtures("slurm")  # fails with the reason if no cluster can be started
 def test_a_disconnected_node_stops_when_a_new_attempt_has_started(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory

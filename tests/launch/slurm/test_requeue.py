@@ -90,7 +90,7 @@ def test_a_requeued_run_resumes_with_the_same_losses(slurm: Cluster, tmp_path: P
     assert resumed.metrics.eval_loss == pytest.approx(uninterrupted.metrics.eval_loss, rel=1e-6)
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_the_head_requeues_the_job_if_an_agent_dies(slurm: Cluster, tmp_path: Path) -> None:
     """The head may notice a lost node before Slurm does."""
     sweep, gate = tmp_path / "sweep", tmp_path / "gate"

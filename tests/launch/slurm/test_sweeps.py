@@ -321,7 +321,7 @@ def edit(checkout: Path, old: str, new: str) -> None:
     path.write_text(text.replace(old, new))
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_two_hundred_runs_are_one_array(slurm: Cluster, tmp_path: Path) -> None:
     """Each run takes less CPU time than 30 % of a composition by Hydra, without composing its cell. 12 % is usual."""
     calls = tmp_path / "bin" / "sbatch"
