@@ -11,7 +11,7 @@ from distexp.config import Config, DatasetConfig
 from distexp.data.base import TaskData
 from distexp.distributed.context import Context
 from distexp.plan import planner
-from distexp.plan.estimate import Estimate, arithmetic_estimate, estimate_of, model_size
+from distexp.plan.estimate import Estimate, arithmetic_estimate, estimate_of, model_size, unknown_error
 from distexp.plan.planner import cache_path, read_estimate, store_estimate
 from distexp.plan.replay import Event, StepTrace
 from distexp.plan.trace.traced_run import count_parameters
@@ -76,6 +76,21 @@ def test_nvidia_smi_never_shows_more_than_the_gpu_has_if_the_training_fits() -> 
 def test_memories_that_look_equal_have_more_digits(most_mib: float, text: str) -> None:
     predicted = Predicted(verdict="too_close", required_mib=1_000.0, most_mib=most_mib, gpu_memory_mib=1_024.0)
     assert describe_verdict(replace(predicted, error_bound=0.05)) == f"not certain: may need {text}"
+
+
+@pytest.mark.parametrize("option", ["train.optimizer=adamw8bit", "train.activation_checkpointing=offload"])
+@pytest.mark.parametrize(
+    ("workers", "on_gpu", "where"),
+    [
+        (1, True, ""),
+        (2, True, "with several workers were not compared with runs on GPUs"),
+        (1, False, "were not compared with runs on CPUs"),
+    ],
+)
+def test_an_option_has_a_verdict_where_it_was_compared(option: str, workers: int, on_gpu: bool, where: str) -> None:
+    config = resolve_cell("model=gpt_tiny", "strategy=ddp", option, f"cluster.workers_per_node={workers}")
+    reason = unknown_error(config, on_gpu=on_gpu)
+    assert reason == (where and f"predictions of {option} {where}")
 
 
 def test_model_states_of_a_model_that_is_not_traced() -> None:
