@@ -14,7 +14,7 @@ from rich.console import Console
 from distexp.choose import axes, loss_check, policy, space
 from distexp.choose import result_texts as texts
 from distexp.choose import search_output as output
-from distexp.choose.candidate import Candidate, format_worker_minutes, format_worker_time, label, rules_for
+from distexp.choose.candidate import Candidate, Objective, format_worker_minutes, format_worker_time, label, rules_for
 from distexp.choose.predictions import pruning, rough_forecast
 from distexp.choose.ranking import PlannedTrial, by_score, mean_metrics, ranked
 from distexp.choose.search import describe_no_winner, first_trials, search
@@ -26,7 +26,7 @@ from distexp.exceptions import InterruptedRunError, MonitoringInterrupted, Sweep
 from distexp.launch.launcher import TrialLauncher
 from distexp.launch.run_dirs import locked_sweep_dir
 from distexp.plan.planner import Planner, parallel_processes
-from distexp.plan.verdict import memory_to_fit_mib
+from distexp.plan.verdict import FITS, memory_to_fit_mib
 from distexp.resolve.resources import launcher_traits
 from distexp.strategies.parallel.checks import CONTEXT, TENSOR
 from distexp.system import cgroups, files
@@ -107,7 +107,7 @@ def _find_sharing(
     """Return candidates whose workers share matrices or tokens: those of the smallest degree with which one fits.
 
     They send activations in each layer, which is slower than a sharding, and faster than offloading. So they are for
-    GPUs on which nothing fits without offloading. If one fits, candidates that offload are pruned.
+    GPUs on which nothing fits without offloading. If one fits, slower candidates that offload are pruned.
     """
     section, command = settings.section, settings.command
     base = space.base_config(make, command)
@@ -119,9 +119,11 @@ def _find_sharing(
         for key in SHARED_BY_DEFAULT:
             with suppress(ConfigError):  # No strategy supports it with this model and data.
                 found += _predicted([*section.space, f"{key}={degree}"], settings, make, planner)
-        fitting = next((each for each in found if each.is_waiting and not each.too_close), None)
+        proven = (each for each in found if each.is_waiting and each.predicted is not None)
+        fitting = next((each for each in proven if each.predicted and each.predicted.verdict == FITS), None)
         if fitting is not None:
-            for other in (each for each in candidates if each.is_waiting):
+            is_slower = settings.objective is not Objective.MEMORY
+            for other in (each for each in candidates if is_slower and each.is_waiting):
                 other.prune(f"offloading is slower, and not needed: {' '.join(fitting.overrides)} fits")
             break
         degree *= 2

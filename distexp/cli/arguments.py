@@ -17,10 +17,10 @@ from distexp.cli.foreign_names import ALIASES, FOREIGN, OPTION_ALIASES, translat
 from distexp.cli.main import COMMANDS
 from distexp.config import Command, ConfigError
 from distexp.config.keys import (
-    MAX_NAME,
     RESERVED_KEYS,
     conf_dir,
     config_groups,
+    is_too_long,
     known_keys,
     options_of,
     strategy_groups,
@@ -277,7 +277,7 @@ def short_key_errors(overrides: Sequence[str]) -> Iterator[str]:
         if parent := next(filter(takes_list, above), None):
             yield f"{name} is not a key, because {parent} is a list: write {parent}=[...] with all of its values"
             continue
-        if len(name.encode()) > MAX_NAME:  # Hydra looks for a file of this name.
+        if is_too_long(name):  # Hydra looks for a file of this name.
             yield f"{name} is not a key: --cfg job prints all keys"
             continue
         section, dot, rest = name.partition(".")

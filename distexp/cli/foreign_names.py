@@ -47,7 +47,7 @@ ALIASES = {
     **dict.fromkeys(("timeout", "time", "walltime"), "cluster.timeout_min"),
     **{"mem": "cluster.memory_gb", "devices": "cluster.workers_per_node", "optim": "train.optimizer"},
     **{"max_epochs": "train.num_epochs", "accumulate_grad_batches": "train.gradient_accumulation_steps"},
-    **{"gradient_clip_val": "train.gradient_clipping", "save_strategy": "train.checkpoint_every"},
+    **{"gradient_clip_val": "train.gradient_clipping"},
     **{"lr_decay_style": "train.schedule", "lr_warmup_iters": "train.warmup_steps"},
     **{"ffn_hidden_size": "model.ff_dim", "num_hidden_layers": "model.num_layers"},
     **{"ddp_bucket_cap_mb": "ddp.bucket_cap_mb", "ddp_find_unused_parameters": "ddp.find_unused_parameters"},
@@ -77,6 +77,7 @@ FOREIGN = {
     "fsdp_transformer_layer_cls_to_wrap": "strategy=fsdp fsdp.wrap={}",
     "fsdp_offload_params": "sharding=full_shard offload=true",
     "use_distributed_optimizer": "zero_stage=1",
+    "save_strategy": "train.checkpoint_every=100",
     **dict.fromkeys(
         ("virtual_pipeline_model_parallel_size", "num_layers_per_virtual_pipeline_stage"),
         "parallel.schedule=interleaved",
@@ -112,8 +113,10 @@ def translate(name: str, value: str) -> str:
     text = FOREIGN.get(name, "")
     if name in FOREIGN_VALUES:
         value = FOREIGN_VALUES[name].get(value.lower(), value.lower())
-    if text and value.lower() in ("false", "no", "off", "0"):
+    if text and value.lower() in ("false", "no", "off", "0", "null", "none", "~"):
         return ": leave it out"
+    if text.startswith("sharding=") and "offload" in value.split():
+        text += " offload=true"
     if not value:  # The first override chooses what the value is for.
         text = text.partition(" ")[0]
     return f": write {text.format(value.partition(' ')[0] or 'VALUE')}" if text else ""

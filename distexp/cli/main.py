@@ -36,7 +36,7 @@ def _run(name: str, arguments: Sequence[str]) -> int:
         print(f"distexp {__version__}")
         return 0
     os.getcwd()  # It raises an error that is explained if the folder was deleted.
-    for argument in arguments:
+    for argument in () if name in ("help", "experiments") else arguments:
         check_path(argument)
     with announced("preparing" if name == "run" else f"distexp {name}"):
         return run_command(name, arguments)

@@ -5,7 +5,7 @@ import re
 import signal
 import sys
 from collections.abc import Sequence
-from contextlib import redirect_stdout, suppress
+from contextlib import redirect_stderr, redirect_stdout, suppress
 from io import StringIO
 from itertools import islice
 from typing import Any, cast
@@ -92,7 +92,7 @@ def _further_errors(left: list[str], command: Command, added: Sequence[str], fou
     """Return the new messages about the overrides that are left. Others may only come from what was left out."""
     printed = StringIO()
     try:
-        with redirect_stdout(printed):
+        with redirect_stdout(printed), redirect_stderr(StringIO()):  # Warnings were printed before.
             _run_hydra([*left, "--cfg", "job"], command, added)
         # Hydra has no error. Values outside of their limits and missing files do not depend on what was left out.
         values = OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.create(printed.getvalue()))

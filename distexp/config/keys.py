@@ -1,6 +1,7 @@
 """Keys of the configuration: their names, values and limits, and the YAML files of the config groups."""
 
 import math
+import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import Field, fields, is_dataclass
@@ -237,7 +238,7 @@ def check_values(config: Config) -> Iterator[str]:
         yield f"name={config.name} must be the name of one folder, without a slash"
     if not config.name.isprintable():
         yield f"name={config.name!r} contains a control character: use letters and digits"
-    if len(config.name.encode()) > MAX_NAME:
+    if is_too_long(config.name):
         yield f"name={shown(config.name)} {_too_long(config.name)}: use a shorter one"
     for package in config.trusted_packages:
         if not package.isidentifier():
@@ -258,7 +259,7 @@ def value_errors(name: str, section: Any) -> Iterator[str]:
         if isinstance(value, list) and "" in value:
             yield f"{name}.{spec.name} contains an empty text, as after an unset variable: leave it out"
         is_path = isinstance(value, str) and (info_of(spec).path or spec.name == "name")
-        if is_path and (long := [part for part in value.split("/") if len(part.encode()) > MAX_NAME]):
+        if is_path and (long := [part for part in value.split("/") if is_too_long(part)]):
             yield f"{name}.{spec.name}={shown(value)} {_too_long(long[0])}: use a shorter one"
             continue
         if error := None if value is None else _error(info_of(spec), value):
@@ -269,8 +270,13 @@ MAX_NAME = 255
 """Most bytes of a name in a file system. The kernel refuses to look for longer ones."""
 
 
+def is_too_long(name: str) -> bool:
+    """Return whether a name is too long for a file system. It may have bytes that are not UTF-8."""
+    return len(os.fsencode(name)) > MAX_NAME
+
+
 def _too_long(name: str) -> str:
-    return f"has a name of {len(name.encode()):,} bytes, more than {MAX_NAME}"
+    return f"has a name of {len(os.fsencode(name)):,} bytes, more than {MAX_NAME}"
 
 
 LARGEST, LARGEST_TIME, MAX_DIGITS = 3e38, 1e6, 12

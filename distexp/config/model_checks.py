@@ -165,7 +165,7 @@ def _divisor_errors(model: ModelConfig, sizes: Mapping[str, int]) -> Iterator[st
         limit = f"a divisor of {heads}={sizes[heads]}"
         yield f"{_place(model, KEY_HEADS, sizes[KEY_HEADS])}, but it must be {limit}: {_hint(model, KEY_HEADS)}"
     for key in CHOSEN_EXPERTS:
-        if experts and sizes.get(key, 0) > sizes[experts]:
+        if experts and sizes.get(key, 0) > sizes[experts] > 1:  # One expert is a dense model, which has no router.
             limit = f"at most {experts}={sizes[experts]}"
             yield f"{_place(model, key, sizes[key])}, but it must be {limit}: {_hint(model, key)}"
 

@@ -13,7 +13,7 @@ from hydra.core.override_parser.types import ChoiceSweep, Glob, IntervalSweep, O
 from hydra.errors import HydraException
 
 from distexp.config import ConfigError
-from distexp.config.keys import MAX_NAME, config_groups
+from distexp.config.keys import config_groups, is_too_long
 
 OPEN_SECTIONS = ("model.options", "dataset.options", "strategy.options", "cluster.environment", "cluster.sbatch")
 
@@ -104,7 +104,7 @@ def quote_choice(text: str, groups: Container[str]) -> str:
     values = values_of(override)
     if any("${" in str(plain_value(item)) for item in values):
         raise ConfigError(f"{text} is a reference, but {key} takes an option: write {key}=OPTION")
-    if any(len(str(plain_value(item)).encode()) > MAX_NAME for item in values):
+    if any(is_too_long(str(plain_value(item))) for item in values):
         raise ConfigError(f"{text} is not an option: distexp help {key} lists them")
     if None in values:
         raise ConfigError(f"{text} chooses no option of {key}: write {key}=OPTION, or leave it out")

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from typing import Any
 
 from rich import box
@@ -166,7 +167,7 @@ def make_verdict(results: Sequence[CheckResult], torch: TorchInfo) -> Verdict:
         fit=True,
         device="cuda" if torch.usable else "cpu",
         strategies=[name for name, lacking in unmet.items() if lacking is None],
-        precisions=[name for name in _options("precision", torch) if name != "float8" or _has_float8(torch)],
+        precisions=[name for name in _options("precision", torch) if name != "float8" or not _lacks_for_float8(torch)],
         offload=_options("offload", torch),
         clusters=["local", *(["slurm"] if states["Slurm"] == "ok" else [])],
         not_possible=[*_strategy_problems(unmet, needs), *_other_problems(states, torch)],
@@ -183,8 +184,11 @@ def _options(group: str, torch: TorchInfo) -> list[str]:
     return [name for name in options_of(group) if torch.usable or name not in GPU_ONLY[group]]
 
 
-def _has_float8(torch: TorchInfo) -> bool:
-    return all(capability >= (8, 9) for capability in torch.capabilities)
+def _lacks_for_float8(torch: TorchInfo) -> str:
+    """Return what ``precision=float8`` lacks; empty if nothing."""
+    if not all(capability >= (8, 9) for capability in torch.capabilities):
+        return "a GPU of compute capability 8.9 or more is required"
+    return "" if find_spec("torchao") else "torchao is required: pip install 'distexp[lowbits]'"
 
 
 def _strategy_problems(unmet: Mapping[str, str | None], communication: Sequence[str]) -> Iterator[str]:
@@ -204,8 +208,8 @@ def _other_problems(states: Mapping[str, str], torch: TorchInfo) -> Iterator[str
             yield "training on the GPUs: fix torch (see above); until then use cluster.device=cpu"
     elif any(capability < (8, 0) for capability in torch.capabilities):
         yield "precision=bf16 at full speed: this GPU emulates it, use precision=fp16"
-    if torch.usable and not _has_float8(torch):
-        yield "precision=float8: a GPU of compute capability 8.9 or more is required"
+    if torch.usable and (reason := _lacks_for_float8(torch)):
+        yield f"precision=float8: {reason}"
     if torch.usable and "missing" in (states["C++ compiler"], states["ninja"]):
         yield from filter(None, (strategy.operator_problem for strategy in shipped_strategies().values()))
     if states["Slurm"] != "ok":

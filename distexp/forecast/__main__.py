@@ -24,6 +24,7 @@ from distexp.config.overrides import (
     key_of,
     parse,
     quote_choice,
+    shell_quote,
     value_of,
 )
 from distexp.exceptions import print_error, run_until_pipe_closes
@@ -166,7 +167,8 @@ def _errors(run: ProfiledRun, typed: Sequence[str], folders: Sequence[str]) -> I
         instead = ", or run this training with profile=true and forecast that run"
         if key_of(text) in DEGREES and value_of(text).isdecimal():
             overrides = _profile_of_degree(run, text)
-            command, problems = copyable_command(overrides), find_errors(run, overrides, folders)
+            problems = find_errors(run, overrides, folders)
+            command = " ".join([copyable_command(overrides), *map(shell_quote, folders)])
             instead = f", or forecast the run of {command}"
             if problems:
                 about_it = [problem for problem in problems if problem.startswith(key_of(text))]

@@ -76,8 +76,7 @@ class ProfiledRun:
     @property
     def data_parallel(self) -> int:
         """Return how many workers, or groups with the same rows, have their own rows."""
-        shares_rows = (self.setting("parallel", "expert") or 1) == 1
-        return self.workers // self.group if shares_rows else self.workers
+        return self.workers // (self.group // int(self.setting("parallel", "expert") or 1))  # Experts cross rows.
 
     @cached_property
     def micro_batch_size(self) -> int | None:

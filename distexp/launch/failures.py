@@ -62,10 +62,13 @@ def _worker_cause(directory: Path, phase: str | None) -> Cause:
     if deaths and (first is None or is_victim):
         rank, number = deaths[0]
         return _signal_cause(directory, number, f"rank {rank}", phase, rank)
-    earliest = next(iter(_worker_ends(directory)), None)
-    if is_victim and earliest is not None and earliest["rank"] not in {error.rank for error in errors}:
+    earliest = next((end for end in _worker_ends(directory) if not end["stopped"]), None)
+    if first is not None and is_victim and earliest and earliest["rank"] not in {error.rank for error in errors}:
         rank, code = earliest["rank"], earliest["code"]
-        reason = f"rank {rank} ended with exit code {code} and without an error: does its code call os._exit?"
+        reason = (
+            f"rank {rank} ended with exit code {code} and without an error: does its code call os._exit? "
+            f"Another rank has the error: {first.message.partition(chr(10))[0]}"
+        )
         return Cause("failed", RunError("WorkerDied", reason, phase, rank))
     if first is None:
         codes = ", ".join(f"rank {end['rank']}: {end['code']}" for end in _worker_ends(directory) if end["code"])

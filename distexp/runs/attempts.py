@@ -162,7 +162,8 @@ class ProcessIdentity:
         Anybody can write an identity into a folder. Only the launcher of a run has opened its locks. Of a process of
         another user this is not known, and true: no signal reaches it.
         """
-        locks = [path.stat() for path in (run_dir / names.LOCK, run_dir.parent / names.SWEEP_LOCK) if path.is_file()]
+        paths = (run_dir / names.LOCK, *(parent / names.SWEEP_LOCK for parent in run_dir.parents))
+        locks = [path.stat() for path in paths if path.is_file()]
         try:
             opened = list(Path(f"/proc/{self.pid}/fd").iterdir())
         except PermissionError:

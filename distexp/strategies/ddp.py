@@ -246,18 +246,8 @@ class DDP(Strategy):
         if bottleneck not in ("exposed_communication", "bubble"):
             return
         yield from self.fewer_shared_layers(step)
-        yield from _smaller_bubble(step)
+        yield from self.smaller_bubble(step)
         whole = step.setting("parallel.pipeline", 1) == 1 and not self.shares_weights(step)
         if step.on_gpu and step.setting("ddp.communication") == "fp32" and whole:
             yield Advice("ddp.communication=bf16", "gradients in bf16 are half as large")
         yield from step.more_accumulation()
-
-
-def _smaller_bubble(step: ProfiledStep) -> Iterator[Advice]:
-    """Yield more and smaller micro-batches for a pipeline, with the same global batch."""
-    size, steps = step.setting("train.micro_batch_size", 1), step.setting("train.gradient_accumulation_steps", 1)
-    if step.setting("parallel.pipeline", 1) > 1 and isinstance(size, int) and size > 1 and size % 2 == 0:
-        batch = f"train.micro_batch_size={size // 2}"
-        if step.setting("train.global_batch_size") is None:
-            batch += f" train.gradient_accumulation_steps={2 * steps}"
-        yield Advice(batch, "with more micro-batches the bubble of the pipeline is a smaller part of the step")

@@ -193,10 +193,13 @@ class FSDP(Strategy):
         return True
 
     def advice(self, bottleneck: str, step: ProfiledStep) -> Iterator[Advice]:
-        """Yield fewer all-gathers, in a step and for a sample, against communication."""
-        if bottleneck != "exposed_communication":
+        """Yield fewer all-gathers, in a step and for a sample, against communication, and a smaller bubble."""
+        if bottleneck not in ("exposed_communication", "bubble"):
             return
         yield from self.fewer_shared_layers(step)
+        yield from self.smaller_bubble(step)
+        if bottleneck == "bubble":
+            return
         gathers_twice = step.setting("fsdp.sharding") == Sharding.FULL_SHARD
         shares = step.collective_shares()  # empty if nothing is known about the kinds
         # From a fifth of the communication, fewer all-gathers are worth more memory.

@@ -237,6 +237,16 @@ class Traits:
                 yield Advice(f"parallel.{name}={degree // 2}", f"workers {what}, in both passes")
 
     @staticmethod
+    def smaller_bubble(step: ProfiledStep) -> Iterator[Advice]:
+        """Yield more and smaller micro-batches for a pipeline, with the same global batch."""
+        size, steps = step.setting("train.micro_batch_size", 1), step.setting("train.gradient_accumulation_steps", 1)
+        if step.setting("parallel.pipeline", 1) > 1 and isinstance(size, int) and size > 1 and size % 2 == 0:
+            batch = f"train.micro_batch_size={size // 2}"
+            if step.setting("train.global_batch_size") is None:
+                batch += f" train.gradient_accumulation_steps={2 * steps}"
+            yield Advice(batch, "with more micro-batches the bubble of the pipeline is a smaller part of the step")
+
+    @staticmethod
     def shares_weights(step: ProfiledStep) -> bool:
         """Return whether some weights of a layer were on other workers, also without a sharding strategy."""
         return any(step.setting(f"parallel.{name}", 1) > 1 for name in ("tensor", "expert"))

@@ -120,7 +120,8 @@ def model_factory(config: Config, data: TaskData) -> Callable[[], nn.Module]:
         if config.precision.name == "float8":
             from distexp.models.low_bits import use_float8
 
-            use_float8(model, transforms.find_units(model, config.fsdp.wrap))
+            wrap = config.fsdp.wrap
+            use_float8(model, transforms.find_units(model, "auto" if wrap == transforms.NO_UNITS else wrap))
         return add_adapter(model, config)
 
     return build_checked

@@ -46,7 +46,9 @@ class DistexpSweeper(BasicSweeper):
                 f"cluster={self.config.cluster.name if self.config else ''} chooses no launcher of distexp: start its "
                 "file with 'defaults: [slurm]' or 'defaults: [local]'"
             )
-        if self.config and (errors := reference_errors(self.config)):
+        errors = reference_errors(self.config) if self.config else []
+        # A reference may need the keys of a cell. Those of a directory may not.
+        if errors and (errors[0].startswith("hydra.") or not (self.config and self.config.sweep.cells)):
             raise ConfigError(errors)
         self.parser = OverridesParser.create(config_loader=self.hydra_context.config_loader)
         return [self.launcher.launch(self.expand(arguments), initial_job_idx=0)]

@@ -180,12 +180,12 @@ def remove_overhead(
     have the shares of the profiled step, and add up to the median one.
     """
     if entry["launch_idle_ms"] is None:
-        return _scale(entry, 1000 * median_s)
+        return without_slivers(_scale(entry, 1000 * median_s))
     idle_ms = entry.get(OPTIMIZER_IDLE) or 0.0
     slowed = {name: entry[name] for name in SLOWED if entry.get(name) is not None}
     profiled_ms, slowed_ms = entry["step_ms"], idle_ms + sum(slowed.values())
     if sizes_differ:
-        return {**entry, "profiled_step_ms": profiled_ms, "includes_overhead": True}
+        return without_slivers({**entry, "profiled_step_ms": profiled_ms, "includes_overhead": True})
     overhead_ms = max(0.0, profiled_ms - 1000 * median_s)
     removed_ms = min(overhead_ms, slowed_ms)
     kept = 1 - removed_ms / slowed_ms if slowed_ms else 1.0
@@ -193,7 +193,16 @@ def remove_overhead(
     shorter = {name: time * kept for name, time in slowed.items()} | {DATA_WAIT: entry[DATA_WAIT] - from_data_ms}
     shorter |= {OPTIMIZER: entry[OPTIMIZER] - idle_ms * (1 - kept), OPTIMIZER_IDLE: idle_ms * kept}
     times = {"step_ms": profiled_ms - removed_ms - from_data_ms, "profiled_step_ms": profiled_ms}
-    return {**entry, **shorter, **times, "includes_overhead": False}
+    return without_slivers({**entry, **shorter, **times, "includes_overhead": False})
+
+
+SLIVER_MS = 1e-6
+"""A nanosecond, the unit of a trace. Shorter times are rounding errors of sums."""
+
+
+def without_slivers(entry: dict[str, Any]) -> dict[str, Any]:
+    """Return an entry whose rounding errors are 0. A record with a shorter time is refused."""
+    return {name: 0.0 if type(value) is float and abs(value) < SLIVER_MS else value for name, value in entry.items()}
 
 
 def _scale(entry: dict[str, Any], median_ms: float) -> dict[str, Any]:

@@ -198,10 +198,10 @@ class StepProfiler(watcher.Watcher):
         return None if errors else [entry for entry, _ in known]
 
     def _stages(self) -> Mapping[str, str]:
-        """Return the parts of communication in a pipeline. The ranks of several ones also wait for other rows."""
+        """Return the parts of communication in a pipeline. Other ranks than its stages also wait for each other."""
         if self.context.stages == 1:
             return NO_STAGES
-        is_only = self.context.data_parallel == 1
+        is_only = self.context.stages == self.context.world_size
         return BUBBLE if is_only else {**BUBBLE, "waiting": "waiting"}
 
     def _own_parts(self, trace: Trace, median: MedianStep) -> tuple[dict[str, Any], dict[str, Any]]:

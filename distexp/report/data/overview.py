@@ -174,7 +174,7 @@ class Ranking:
     def why_equal(self, noise: float) -> str:
         """Return why runs with this noise of their difference are not ranked, as the end of a sentence."""
         least = self.best.group.least_cpu_mib
-        if self.metric == CPU_PEAK and least > CPU_MEMORY_MIB:
+        if self.metric == CPU_PEAK and least > CPU_MEMORY_MIB and noise <= 1.001 * sqrt(2) * least:
             return f"differ by less than the {sqrt(2) * least:,.0f} MiB that their processes need without tensors"
         return f"are equal within the noise of {format_noise(noise, self.best.value.mean)}"
 

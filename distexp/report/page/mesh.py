@@ -1,7 +1,7 @@
 """The device meshes of a page: which ranks share what, for runs whose workers share a model."""
 
 from collections.abc import Iterable, Iterator
-from itertools import product
+from itertools import islice, product
 from math import prod
 from typing import Any
 
@@ -48,7 +48,8 @@ def title(data: Degrees, axes: Degrees) -> str:
 def drawing(data: Degrees, axes: Degrees) -> dict[str, Any]:
     """Return the rows of a picture with their ranks, and what they mean."""
     *outer, (axis, degree) = axes
-    names = [", ".join(f"{name} {n}" for name, n in place) for place in places((*data, *outer))]
+    rows = prod(size for _, size in (*data, *outer))  # A foreign record may have billions.
+    names = [", ".join(f"{name} {n}" for name, n in place) for place in places((*data, *outer), MAX_SIDE)]
     groups = [(name, range(n * degree, (n + 1) * degree)) for n, name in enumerate(names)]
     number = " and ".join(name for name, _ in data)
     notes = [f"The workers of a row of the picture share {SHARED[axis]} ({axis})."]
@@ -60,11 +61,11 @@ def drawing(data: Degrees, axes: Degrees) -> dict[str, Any]:
         "text": "; ".join(f"{name}: ranks {ranks[0]} to {ranks[-1]}" for name, ranks in groups),
         "axis": axis,
         "left": max(46, 7 * len(names[-1])),
-        "rows": [(name, ranks[:MAX_SIDE]) for name, ranks in groups[:MAX_SIDE]],
-        "is_cut": max(degree, len(groups)) > MAX_SIDE,
+        "rows": [(name, ranks[:MAX_SIDE]) for name, ranks in groups],
+        "is_cut": max(degree, rows) > MAX_SIDE,
     }
 
 
-def places(axes: Degrees) -> list[tuple[tuple[str, int], ...]]:
-    """Return the coordinates of all rows. The last axis changes first."""
-    return [tuple(place) for place in product(*([(name, n) for n in range(size)] for name, size in axes))]
+def places(axes: Degrees, most: int) -> list[tuple[tuple[str, int], ...]]:
+    """Return the coordinates of the first rows. The last axis changes first."""
+    return list(islice(product(*([(name, n) for n in range(min(size, most))] for name, size in axes)), most))
