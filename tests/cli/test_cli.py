@@ -316,6 +316,8 @@ def test_names_of_other_programs_are_answered_with_what_works(
         ("fp8=true", "precision=float8"),
         ("precision.float8=true", "precision=float8"),
         ("optim=adamw_bnb_8bit", "train.optimizer=adamw8bit"),
+        ("save_strategy=steps", "train.checkpoint_every=100"),
+        ("fsdp=full_shard offload", "sharding=full_shard offload=true"),
         ("virtual_pipeline_model_parallel_size=2", "parallel.schedule=interleaved"),
     ],
 )

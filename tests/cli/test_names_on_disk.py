@@ -75,6 +75,14 @@ def test_a_path_that_cannot_be_looked_up_is_an_error_of_the_user(
     assert len(error) < 200
 
 
+@pytest.mark.parametrize("key", ["dataset.train_path", "model", "name"])
+def test_a_name_that_is_not_utf8_is_an_error_of_the_user(key: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["dataset=squad", f"{key}='/a\udcff'"]) == 2  # as Python reads such a byte of the command line
+    error = capsys.readouterr().err
+    assert error.startswith(f"distexp: {key}=")
+    assert "Traceback" not in error
+
+
 @pytest.mark.parametrize("command", [*FOLDER_COMMANDS, "memory"])
 def test_a_folder_without_permission_is_an_error_of_the_user(
     command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -6,6 +6,7 @@ import pytest
 
 from distexp.measure.profiling.breakdown import have_other_sizes, remove_overhead
 from distexp.runs.metrics import PARTS
+from distexp.runs.number_ranges import range_errors
 
 
 def entry(**times: float | None) -> dict[str, float | None]:
@@ -26,6 +27,14 @@ def test_launches_and_waiting_are_shorter_without_the_profiler() -> None:
     )
     assert found["step_ms"] == total(found) == pytest.approx(60)
     assert found["profiled_step_ms"] == 100
+
+
+@pytest.mark.parametrize("launch_idle", [30.0, None])
+def test_times_below_a_nanosecond_are_rounding_errors(launch_idle: float | None) -> None:
+    profiled = entry(matmul=50.0, launch_idle=launch_idle, host=4e-8, waiting=2e-10)
+    found = remove_overhead(profiled, profiled["step_ms"] / 1000)
+    assert (found["host_ms"], found["waiting_ms"]) == (0.0, 0.0)
+    assert list(range_errors(found, "metrics.step_breakdown")) == []
 
 
 def test_idle_time_in_the_optimizer_is_shorter_without_the_profiler() -> None:
