@@ -34,6 +34,8 @@ EXERCISES = {
         "deepspeed/two_gpu_stages",
     ),
     "ddp/multi_gpu": ("ddp_multi_gpu",),
+    "memory/parts": ("memory_parts",),
+    "cut/lora": ("cut_lora",),
 }
 """Sweeps of each table of exercises.md."""
 
@@ -143,16 +145,16 @@ def sizes_table(name: str) -> str:
     return markdown(("model", "micro-batch", "tokens", "samples/s", "tokens/s", "peak MiB", "MFU"), rows, text=(0,))
 
 
-def float8_table(name: str) -> str:
-    """Return the table of equal runs in several precisions."""
+def options_table(name: str) -> str:
+    """Return the table of runs that differ in one override."""
     rows = [
         [
-            f"`{run['precision']}`", f"{run['samples_per_second']:.1f}", f"{run['step_ms']:.1f}",
-            f"{run['peak_mib']:,.0f}", f"{run['losses'][-1]:.4f}",
+            *(f"`{text}`" for text in run["overrides"]), f"{run['samples_per_second']:.1f}", f"{run['step_ms']:.1f}",
+            f"{run['peak_mib']:,.0f}", f"{run['loss']:.4f}",
         ]
         for run in json.loads((RESULTS / name).read_text())
     ]  # fmt: skip
-    return markdown(("precision", "samples/s", "step ms", "peak MiB", "train loss"), rows, text=(0,))
+    return markdown(("override", "samples/s", "step ms", "peak MiB", "train loss"), rows, text=(0,))
 
 
 def proofs_table(name: str) -> str:
@@ -254,7 +256,8 @@ def tables(page: str) -> dict[str, str]:
             "loops H200": loops_table("any_model_h200.json"),
             "large batches": sizes_table("large_batches_h200.json"),
             "dense": sizes_table("dense_h200.json"),
-            "float8": float8_table("float8_h200.json"),
+            "float8": options_table("float8_h200.json"),
+            "activations": options_table("activations_h200.json"),
             "LoRA": lora_table("lora8b_h100.json"),
         }
     if page == "plan.md":
