@@ -46,9 +46,12 @@ def choose_compile(spec: RunSpec, run_dir: Path, events: Events) -> tuple[RunSpe
     All ranks must call it, before they use a GPU, and return the same. A value that was typed is never changed.
     """
     config = spec.config
+    is_rank_0 = os.environ["RANK"] == "0"
     if config.kernels.compile is None or spec.config.is_preflight:
+        if is_rank_0 and config.kernels.compile_note:
+            print(f"note: kernels=fast compiles nothing, because {config.kernels.compile_note}", flush=True)
         return spec, None
-    connection, is_rank_0 = open_store(spec), os.environ["RANK"] == "0"
+    connection = open_store(spec)
     note, source = config.kernels.compile_note, "it compiled before"
     for choice in compile_results.choices_of(config):
         config = compile_results.with_choice(config, choice, note)

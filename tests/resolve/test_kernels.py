@@ -13,7 +13,7 @@ from distexp.config.fields import flatten
 from distexp.config.keys import speed_references
 from distexp.console.run_summary import describe_kernels
 from distexp.data.tinyimagenet_sample import write_images
-from distexp.resolve import resolution
+from distexp.resolve import kernels
 from distexp.resolve.run_id import run_id
 from distexp.strategies.ddp import DDP
 from tests.helpers.runs import resolve_cell
@@ -75,6 +75,15 @@ def test_fast_chooses_for_strategy_trainer_and_device(overrides: tuple[str, ...]
     assert changed(*overrides) == {}
 
 
+def test_fast_names_what_is_faster_than_selective_recomputation() -> None:
+    selective = ("kernels=fast", "strategy=single", GPU, ONE, "train.activation_checkpointing=selective")
+    note = resolve_cell(*selective).kernels.compile_note
+    proposed = note.partition("selective")[2].partition(": ")[2].removesuffix(" is faster").split()
+    assert resolve_cell(*selective, *proposed).train.compile == "model"
+    assert resolve_cell(*selective, "train.compile=false").kernels.compile_note == ""
+    assert resolve_cell(*selective, CPU).kernels.compile_note == "", "nothing is compiled on a CPU"
+
+
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
@@ -99,8 +108,8 @@ def test_fast_keeps_images_on_the_gpu_if_they_are_few(tmp_path: Path, monkeypatc
     needed = 60 * 3 * 32 * 32
 
     def cache(*overrides: str, on_gpu: int, on_cpu: int = 10**12) -> str | None:
-        monkeypatch.setattr(resolution, "MAX_GPU_BYTES", on_gpu)
-        monkeypatch.setattr(resolution, "MAX_CPU_BYTES", on_cpu)
+        monkeypatch.setattr(kernels, "MAX_GPU_BYTES", on_gpu)
+        monkeypatch.setattr(kernels, "MAX_CPU_BYTES", on_cpu)
         return resolve_cell("kernels=fast", "strategy=single", ONE, GPU, *folder, *overrides).dataset.cache
 
     assert cache(on_gpu=needed) == "gpu"
