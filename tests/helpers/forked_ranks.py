@@ -15,7 +15,6 @@ import signal
 import socket
 import sys
 import tempfile
-import traceback
 from pathlib import Path
 
 from distexp.launch.node_setup import EXTENSIONS_DIR, build_operators, current_environment, missing_operators
@@ -25,6 +24,7 @@ from distexp.strategies.zero.ds_operators import SHARED_MEMORY
 from distexp.system.processes import die_with_parent
 from distexp.worker.group import set_torchrun_defaults
 from distexp.worker.preload import own_modules, preload
+from tests.helpers.forked_start import run_and_exit
 
 DUMP_AFTER_S = 600.0
 """Less than the time after which the tests end the ranks."""
@@ -85,25 +85,18 @@ def build_missing(operators: list[str]) -> None:
 def start_rank(rank: int, script: str, arguments: list[str]) -> int:
     """Fork a rank, which runs a script and never returns here; return its process id."""
     parent = os.getpid()
-    pid = os.fork()
-    if pid:
-        return pid
-    code = 1
-    try:
+
+    def run() -> None:
         die_with_parent(parent=parent)
         faulthandler.dump_traceback_later(DUMP_AFTER_S)  # a rank that hangs shows where
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
         sys.argv = [script, *arguments]
         runpy.run_path(script, run_name="__main__")
-        code = 0
-    except SystemExit as ended:
-        code = int(ended.code or 0)
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+
+    pid = os.fork()
+    if pid == 0:
+        run_and_exit(run)
+    return pid
 
 
 if __name__ == "__main__":

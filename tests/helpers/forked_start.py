@@ -85,8 +85,8 @@ def become(
     inherited: Collection[int],
 ) -> NoReturn:
     """Run a module with its arguments in a fork, which has the state of a new process, and end it."""
-    code = 1
-    try:
+
+    def run() -> None:
         gc.freeze()  # Objects of the parent stay, because their files are closed here.
         forget_signals()
         os.setsid()
@@ -102,6 +102,15 @@ def become(
         sys.argv = [*command]
         forget_modules()
         runpy.run_module(command[0], run_name="__main__", alter_sys=True)
+
+    run_and_exit(run)
+
+
+def run_and_exit(run: Callable[[], None]) -> NoReturn:
+    """Run a function as the main module of this process, which ends with its exit code."""
+    code = 1
+    try:
+        run()
         code = 0
     except SystemExit as ended:
         code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)

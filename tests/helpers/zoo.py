@@ -6,6 +6,7 @@ import copy
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -278,6 +279,25 @@ class Halves:
     def half(self, model: str, name: str) -> str:
         """Return the half of a variant."""
         return "slow" if name in self._slow.get(model, ()) else "release"
+
+    def runs(
+        self, make_folder: Callable[[str], Path], write: Callable[[Path, str, Variants], None]
+    ) -> Callable[[str, str], Path]:
+        """Return a function that trains a variant with all others of its half, and returns the folder of its model.
+
+        ``write`` writes the runs of variants of a model below a folder.
+        """
+
+        @cache
+        def train(half: str) -> Path:
+            root = make_folder(half)
+            for model in self._models:
+                if variants := self.variants(model, half):
+                    write(root / model, model, variants)
+            train_written(root)
+            return root
+
+        return lambda model, name: train(self.half(model, name)) / model
 
 
 def check_types(folder: Path, kinds: Iterable[str], cells: Mapping[str, tuple[str, ...]], *overrides: str) -> None:

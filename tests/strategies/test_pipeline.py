@@ -10,7 +10,6 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +27,7 @@ from tests.helpers.runs import HELPERS, resolve_cell
 from tests.helpers.zoo import (
     VOCABULARY,
     Halves,
+    Variants,
     check_outcomes,
     check_types,
     hugging_face,
@@ -107,16 +107,11 @@ HALVES = Halves(MODELS, {"gpt_tiny": ("plain", "checkpointed")})
 def variants(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Path]:
     """Return a function that trains a variant with all others of its half, and returns the folder of its model."""
 
-    @cache
-    def run(half: str) -> Path:
-        root = tmp_path_factory.mktemp("variants")
-        for model in MODELS:
-            own = (f"model={model}", f"model.vocab_size={VOCABULARY}", "model.num_layers=5", *COMMON)
-            write_cells(root / model, own, HALVES.variants(model, half), CELLS, cells_of)
-        train_written(root)
-        return root
+    def write(folder: Path, model: str, variants: Variants) -> None:
+        base = (f"model={model}", f"model.vocab_size={VOCABULARY}", "model.num_layers=5", *COMMON)
+        write_cells(folder, base, variants, CELLS, cells_of)
 
-    return lambda model, name: run(HALVES.half(model, name)) / model
+    return HALVES.runs(tmp_path_factory.mktemp, write)
 
 
 @pytest.fixture(scope="module")

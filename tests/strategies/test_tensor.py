@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,15 @@ from distexp.runs.record import RunRecord, RunSpec
 from distexp.strategies.parallel.checks import TENSOR_TYPES
 from distexp.system.units import MIB
 from tests.helpers.runs import HELPERS
-from tests.helpers.zoo import VOCABULARY, Halves, check_outcomes, check_types, hugging_face, train_written, write_cells
+from tests.helpers.zoo import (
+    VOCABULARY,
+    Halves,
+    Variants,
+    check_outcomes,
+    check_types,
+    hugging_face,
+    write_cells,
+)
 
 COMMON = ("train.optimizer=sgd", "train.momentum=0", "train.learning_rate=0.1", "train.gradient_clipping=0.3")
 TWO, FOUR = "parallel.tensor=2", ("parallel.tensor=2", "cluster.workers_per_node=4")
@@ -82,19 +89,12 @@ HALVES = Halves({**OWN, **OTHERS, "llama": {**OTHERS["llama"], **LORA}}, {"gpt_t
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Path]:
     """Return a function that trains a variant with all others of its half, and returns the folder of its model."""
 
-    @cache
-    def run(half: str) -> Path:
-        root = tmp_path_factory.mktemp("tensor")
-        for model in OWN:
-            base = (f"model={model}", f"model.vocab_size={VOCABULARY}", *COMMON)
-            write_cells(root / model, base, HALVES.variants(model, half), CELLS, cells_of)
-        for kind in OTHERS:
-            base = (*hugging_face(root / kind, kind), *COMMON)
-            write_cells(root / kind, base, HALVES.variants(kind, half), CELLS, cells_of)
-        train_written(root)
-        return root
+    def write(folder: Path, model: str, variants: Variants) -> None:
+        own = (f"model={model}", f"model.vocab_size={VOCABULARY}")
+        base = own if model in OWN else hugging_face(folder, model)
+        write_cells(folder, (*base, *COMMON), variants, CELLS, cells_of)
 
-    return lambda model, name: run(HALVES.half(model, name)) / model
+    return HALVES.runs(tmp_path_factory.mktemp, write)
 
 
 @pytest.mark.parametrize(("model", "names"), HALVES.cases(*OWN))
