@@ -17,12 +17,15 @@ from functools import cached_property, partial
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import set_checkpoint_early_stop
+from torch.utils.flop_counter import FlopCounterMode
 
 from distexp.config import Config, custom_code
 from distexp.data.base import POSITIONS, TARGET_LABELS, TARGET_POSITIONS, TOKEN_INPUTS, TaskData, Workload, to_device
 from distexp.models import blueprint, transforms
 from distexp.models.adapter import add_adapter
 from distexp.models.head import adapt_head
+from distexp.models.objective import get_logits
+from distexp.system.torch_internals.tensors import grouped_products_of_any_precision
 
 CountFlops = Callable[[nn.Module, Mapping[str, Tensor]], int]  # FLOPs of a model on the meta device for its inputs
 
@@ -75,8 +78,8 @@ class FlopCounter:
     def model_rates(self) -> FlopRates:
         """Return the model FLOPs of a forward and a backward pass."""
         if self.config.adapter.freezes_model:  # Frozen weights have no gradient: that is one product less.
-            return self._rates(blueprint.count_training_flops, self._model)
-        forward = self._rates(blueprint.count_forward_flops, self._model)
+            return self._rates(count_training_flops, self._model)
+        forward = self._rates(count_forward_flops, self._model)
         return FlopRates(*(3 * rate for rate in astuple(forward)))  # a backward pass has two products for each one
 
     def executed_rates(self, model_rates: FlopRates) -> FlopRates:
@@ -92,7 +95,7 @@ class FlopCounter:
         transforms.transform_blocks(model, replace(self.config, train=changed))
         # A compiled block is one operation, so it is recomputed to its end.
         with set_checkpoint_early_stop(train.compiled != "blocks"):
-            return self._rates(blueprint.count_training_flops, model)
+            return self._rates(count_training_flops, model)
 
     @cached_property
     def _model(self) -> nn.Module:
@@ -139,3 +142,30 @@ class FlopCounter:
         if TARGET_POSITIONS in inputs:
             inputs[TARGET_POSITIONS] = torch.zeros(selected, dtype=torch.long, device="meta")
         return count(model, inputs)
+
+
+def count_forward_flops(model: nn.Module, inputs: Mapping[str, Tensor]) -> int:
+    """Count the floating point operations of one forward pass. A multiply-add counts as two.
+
+    The model is a copy on the meta device, which takes no memory and no time. Do not use it afterwards, because its
+    attention implementation is changed. Of the inputs only the shapes matter.
+    """
+    with torch.no_grad():
+        return _count_flops(model, inputs, backward=False)
+
+
+def count_training_flops(model: nn.Module, inputs: Mapping[str, Tensor]) -> int:
+    """Count the floating point operations of one forward and one backward pass, with what they recompute."""
+    return _count_flops(model, inputs, backward=True)
+
+
+def _count_flops(model: nn.Module, inputs: Mapping[str, Tensor], *, backward: bool) -> int:
+    set_attention = getattr(model, "set_attn_implementation", None)
+    if set_attention is not None:
+        # The other implementations read the values of the mask, which a meta tensor lacks. The FLOPs are the same.
+        set_attention("eager")
+    with FlopCounterMode(display=False) as counter, grouped_products_of_any_precision():
+        outputs = model(**{name: tensor.to("meta") for name, tensor in inputs.items()})
+        if backward:
+            get_logits(outputs).sum().backward()  # type: ignore[no-untyped-call]
+    return int(counter.get_total_flops())

@@ -118,10 +118,27 @@ def find_whole_modules(model: nn.Module, config: Config) -> list[str]:
                 f"adapter.modules_to_save={adapter.modules_to_save}: {type(model).__name__} {named}: use some of "
                 f"[{known}], or leave it out"
             )
-        return _matched(names, adapter.modules_to_save)
+        whole = _matched(names, adapter.modules_to_save)
+        if tied := _tied_weights(model, whole):
+            ends = [end for end in adapter.modules_to_save if any(f".{end}." in f".{name}" for name in tied)]
+            targets = [*find_targets(model, adapter, config.fsdp.wrap), *ends]
+            raise ConfigError(
+                f"adapter.modules_to_save={adapter.modules_to_save}: {' and '.join(tied)} are one weight, which peft "
+                f"cannot load from a saved adapter: leave it out, or use adapter.targets=[{','.join(targets)}]"
+            )
+        return whole
     heads = _head_modules(model) if config.model.traits.has_classes else []
     targets = _matched(names, adapter.targets or [])
     return [head for head in heads if not any(f"{target}.".startswith(f"{head}.") for target in targets)]
+
+
+def _tied_weights(model: nn.Module, modules: list[str]) -> list[str]:
+    """Return the names of a weight that has several, of which one is in one of the modules."""
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, weight in model.named_parameters(remove_duplicate=False):
+        names.setdefault(weight, []).append(name)
+    starts = tuple(f"{module}." for module in modules)
+    return next((tied for tied in names.values() if len(tied) > 1 and any(n.startswith(starts) for n in tied)), [])
 
 
 def _head_modules(model: nn.Module) -> list[str]:

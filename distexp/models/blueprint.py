@@ -7,14 +7,13 @@ sharded model is never whole on a device, and all strategies start from the same
 import copy
 import hashlib
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from inspect import signature
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from distexp.config import ConfigError
@@ -25,7 +24,6 @@ from distexp.distributed.process_group import broadcast_from_rank_0
 from distexp.models import shared_weights
 from distexp.models.objective import get_logits
 from distexp.models.transforms import NamedModules, embedding_of
-from distexp.system.torch_internals.tensors import grouped_products_of_any_precision
 
 HASHED_VALUES = 64
 """About how many values of a weight are hashed. Two trainings of one architecture differ nearly everywhere."""
@@ -155,9 +153,8 @@ def build_empty(build: Callable[[], nn.Module], device: torch.device) -> tuple[n
     if reason:
         with torch.random.fork_rng(devices=[]), _parameters_on_meta():
             model = build()
-        for module, name, buffer in [(m, n, b) for m in model.modules() for n, b in m._buffers.items()]:
-            module._buffers[name] = None if buffer is None else buffer.to("meta")
         reason = f"{type(model).__name__} is built on the CPU, parameter by parameter, because {reason}"
+    _empty_tensors(model)
     _change_plain_tensors(model, lambda _, tensor: tensor.to(device))
     for module in model.modules():
         for name in [name for name, weight in module._parameters.items() if weight is not None and not weight.numel()]:
@@ -204,6 +201,19 @@ def _parameters_on_meta() -> Iterator[None]:
         yield
     finally:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+def _empty_tensors(model: nn.Module) -> None:
+    """Move the parameters and buffers to meta that were made without it, as ``torch.FloatTensor`` does."""
+    emptied: Any = WeakTensorKeyDictionary()  # A tensor that several modules share has one replacement.
+    for module in model.modules():
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in [(name, tensor) for name, tensor in tensors.items() if tensor is not None]:
+                if not tensor.is_meta and tensor not in emptied:
+                    empty = tensor.detach().to("meta")
+                    is_parameter = isinstance(tensor, nn.Parameter)
+                    emptied[tensor] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
+                tensors[name] = emptied.get(tensor, tensor)
 
 
 def _change_plain_tensors(model: nn.Module, change: Callable[[str, Tensor], Tensor]) -> None:
@@ -391,30 +401,3 @@ def _shrink(config: Any) -> Any:
     text.use_cache = False  # with a cache, transformers does not look for several samples in a row
     small._attn_implementation = "eager"
     return small
-
-
-def count_forward_flops(model: nn.Module, inputs: Mapping[str, Tensor]) -> int:
-    """Count the floating point operations of one forward pass. A multiply-add counts as two.
-
-    The model is a copy on the meta device, which takes no memory and no time. Do not use it afterwards, because its
-    attention implementation is changed. Of the inputs only the shapes matter.
-    """
-    with torch.no_grad():
-        return _count_flops(model, inputs, backward=False)
-
-
-def count_training_flops(model: nn.Module, inputs: Mapping[str, Tensor]) -> int:
-    """Count the floating point operations of one forward and one backward pass, with what they recompute."""
-    return _count_flops(model, inputs, backward=True)
-
-
-def _count_flops(model: nn.Module, inputs: Mapping[str, Tensor], *, backward: bool) -> int:
-    set_attention = getattr(model, "set_attn_implementation", None)
-    if set_attention is not None:
-        # The other implementations read the values of the mask, which a meta tensor lacks. The FLOPs are the same.
-        set_attention("eager")
-    with FlopCounterMode(display=False) as counter, grouped_products_of_any_precision():
-        outputs = model(**{name: tensor.to("meta") for name, tensor in inputs.items()})
-        if backward:
-            get_logits(outputs).sum().backward()  # type: ignore[no-untyped-call]
-    return int(counter.get_total_flops())

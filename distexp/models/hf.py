@@ -169,7 +169,7 @@ def check_causal(built: nn.Module, model: ModelConfig) -> None:
     settings = getattr(built, "config", None)
     result: Path | None = None
     if model._target_.startswith("distexp.") and settings is not None:
-        if settings.model_type in CAUSAL_TYPES:
+        if settings.model_type in CAUSAL_TYPES and getattr(settings, "is_causal", True):
             return
         key = hashlib.sha256(settings.to_json_string(use_diff=True).encode()).hexdigest()[:16]
         result = cache_dir() / f"causal-{metadata.version('transformers')}-{settings.model_type}-{key}"

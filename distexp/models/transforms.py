@@ -220,7 +220,7 @@ def _largest_repeated(model: nn.Module) -> NamedModules:
         members = list(container.named_children())
         classes = {own_class(member) for _, member in members}
         all_have_children = all(any(True for _ in member.children()) for _, member in members)
-        if len(classes) == 1 and all_have_children:
+        if len(classes) == 1 and all_have_children and not classes & {nn.ModuleList, nn.ModuleDict}:  # no forward
             prefix = f"{name}." if name else ""
             by_class[classes.pop()] += [(prefix + child, member) for child, member in members]
     return max(

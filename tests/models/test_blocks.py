@@ -43,6 +43,12 @@ def test_the_blocks_are_the_largest_repeated_modules() -> None:
     assert [name for name, _ in find_units(Nested())] == ["layers.0", "layers.1"]
 
 
+def test_blocks_in_lists_of_lists_are_found() -> None:
+    model = nn.ModuleDict({"stages": nn.ModuleList(nn.ModuleList(Experts() for _ in range(2)) for _ in range(2))})
+    names = [f"stages.{stage}.{block}" for stage in range(2) for block in range(2)]
+    assert [name for name, _ in find_units(model)] == names
+
+
 def test_blocks_declared_by_transformers_take_precedence() -> None:
     model = Nested()
     model._no_split_modules = {"Linear"}  # type: ignore[assignment]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from distexp.measure.flops import count_forward_flops
 from distexp.models import bloom, gpt, resnet
-from distexp.models.blueprint import count_forward_flops
 from tests.helpers.runs import resolve_cell
 
 SAMPLES, LENGTH = 3, 10

@@ -15,9 +15,9 @@ from distexp.config import ConfigError
 from distexp.console.run_summary import run_title
 from distexp.data.tokenization import HuggingFaceTokenizer, load_tokenizer, train_byte_tokenizer
 from distexp.distributed.context import Context
+from distexp.measure.flops import count_forward_flops
 from distexp.models import bloom, hf
 from distexp.models.blueprint import (
-    count_forward_flops,
     find_embeddings,
     has_tied_embeddings,
     learned_positions,

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -89,6 +90,29 @@ def test_a_model_with_other_layers_does_not_get_the_weights(tmp_path: Path) -> N
         blueprint.materialize(blueprint.model)
         torch.manual_seed(1)
         assert torch.equal(blueprint.model.weight, build().weight)
+
+
+class Unmanaged(torch.nn.Module):
+    """A module whose constructor makes tensors that ``torch.device("meta")`` does not reach."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.FloatTensor(3, 2))
+        torch.nn.init.normal_(self.weight)
+        self.head = torch.nn.Linear(2, 3, bias=False)
+        self.head.weight = self.weight
+        self.register_buffer("scale", torch.from_numpy(np.arange(3.0)))
+
+
+def test_tensors_that_are_made_without_the_device_of_the_model_get_its_weights(tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    blueprint = Blueprint(Unmanaged, Context(0, 1, 0, 1, 1, torch.device("cpu"), tmp_path))
+    assert {tensor.device.type for tensor in blueprint.model.state_dict().values()} == {"meta"}
+    blueprint.materialize(blueprint.model)
+    assert blueprint.model.head.weight is blueprint.model.weight
+    expected = blueprint.get_tensor("weight", blueprint.model.weight)
+    assert torch.equal(blueprint.model.weight, expected)
+    assert blueprint.model.scale.tolist() == [0, 1, 2]
 
 
 def test_a_training_continues_if_its_weights_cannot_be_kept_or_read(

@@ -70,6 +70,14 @@ def test_the_architectures_that_are_not_checked_see_no_later_tokens(tmp_path: Pa
             hf.check_causal(hf.build(model, 300), model)
 
 
+def test_a_known_architecture_whose_configuration_shows_later_tokens_is_refused(tmp_path: Path) -> None:
+    with patch.dict(CAUSAL, {"llama": {**CAUSAL["llama"], "is_causal": False}}):
+        model = resolve_cell(*hugging_face(tmp_path, "llama")).model
+    torch.manual_seed(1)
+    with pytest.raises(ConfigError, match=r"is not a causal LM: its logits change with a later token"):
+        hf.check_causal(hf.build(model, 300), model)
+
+
 BERTS = {
     **dict.fromkeys(
         ("bert", "electra", "megatron-bert", "rembert", "roberta", "roformer", "xlm-roberta"), "is_decoder"

@@ -420,3 +420,16 @@ def test_a_module_that_is_trained_whole_must_exist(tmp_path: Path) -> None:
     message = "adapter.modules_to_save=['score']: GPT has no module score: use some of [tokens,positions,dropout,blocks"
     with pytest.raises(ConfigError, match=re.escape(message)):
         build_model(config, load_data(config, alone(tmp_path)), alone(tmp_path))
+
+
+def test_a_tied_weight_is_not_trained_whole(tmp_path: Path) -> None:
+    tied = (*TINY, "strategy=single", "model.tie_embeddings=true")
+    config = resolve_cell(*tied, "adapter.modules_to_save=[tokens,norm]")
+    message = r"tokens.weight and head.weight are one weight, .*: leave it out, or use (adapter.targets=\[.*,tokens\])"
+    with pytest.raises(ConfigError, match=message) as caught:
+        build_model(config, load_data(config, alone(tmp_path)), alone(tmp_path))
+    found = re.search(message, str(caught.value))
+    assert found is not None
+    config = resolve_cell(*tied, found[1])
+    model = build_model(config, load_data(config, alone(tmp_path)), alone(tmp_path)).model
+    assert any(name.startswith("tokens.lora_") for name, _ in model.named_parameters())
