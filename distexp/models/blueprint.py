@@ -56,6 +56,11 @@ class Blueprint:
         shapes = " ".join(f"{name}{tuple(tensor.shape)}{tensor.dtype}" for name, tensor in tensors)
         self._weights_key = weights_key and f"{weights_key} {shapes}"
         self._weights = self._initial_weights(build)
+        if self._weights and (missing := [name for name, _ in tensors if name not in self._weights]):
+            raise ConfigError(
+                f"{type(self.model).__name__} has {', '.join(missing[:3])} only if it is built without values: its "
+                "constructor must make and share the same weights on every device"
+            )
         self._names = {id(tensor): name for name, tensor in tensors}
         # Modules and attributes that have a tensor; tied weights have several.
         self._owners: dict[int, list[tuple[nn.Module, str]]] = defaultdict(list)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from distexp.config import ConfigError
 from distexp.distributed.context import Context
 from distexp.models import shared_weights
 from distexp.models.blueprint import Blueprint
@@ -113,6 +114,17 @@ def test_tensors_that_are_made_without_the_device_of_the_model_get_its_weights(t
     expected = blueprint.get_tensor("weight", blueprint.model.weight)
     assert torch.equal(blueprint.model.weight, expected)
     assert blueprint.model.scale.tolist() == [0, 1, 2]
+
+
+def test_a_weight_without_a_value_is_refused(tmp_path: Path) -> None:
+    def build() -> torch.nn.Module:
+        pair = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+        if not pair[0].weight.is_meta:
+            pair[1].weight = pair[0].weight
+        return pair
+
+    with pytest.raises(ConfigError, match=r"Sequential has 1.weight only if it is built without values"):
+        Blueprint(build, Context(0, 1, 0, 1, 1, torch.device("cpu"), tmp_path))
 
 
 def test_a_training_continues_if_its_weights_cannot_be_kept_or_read(
