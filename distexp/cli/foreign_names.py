@@ -72,7 +72,7 @@ FOREIGN = {
         "train.activation_checkpointing=true",
     ),
     "recompute_granularity": "train.activation_checkpointing={}",
-    "optim": "train.optimizer={}",
+    **{"optim": "train.optimizer={}", "lr_scheduler_type": "train.schedule={}"},
     "fsdp_sharding_strategy": "sharding={}",
     "fsdp_transformer_layer_cls_to_wrap": "strategy=fsdp fsdp.wrap={}",
     "fsdp_offload_params": "sharding=full_shard offload=true",
@@ -89,6 +89,7 @@ FOREIGN = {
 
 FOREIGN_VALUES = {
     "recompute_granularity": {"full": "true"},
+    "lr_scheduler_type": {"constant_with_warmup": "constant"},
     "optim": {
         **dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused"), "adamw"),
         **dict.fromkeys(("adamw_bnb_8bit", "adamw_8bit", "paged_adamw_8bit"), "adamw8bit"),

@@ -180,8 +180,9 @@ class TrainConfig:
         choices=("adamw", "adamw8bit", "sgd", "muon"),
     )  # fmt: skip
     schedule: str = key(
-        "linear", "Learning rate schedule. `linear` decays to zero.", choices=("linear", "step", "constant")
-    )
+        "linear", "Learning rate schedule. `linear` and `cosine` decay to zero.",
+        choices=("linear", "cosine", "step", "constant"),
+    )  # fmt: skip
     step_size: int = key(30, "Epochs between two decays of `schedule=step`.", at_least=1)
     gamma: float = key(0.1, "Factor of each decay of `schedule=step`.", at_least=0)
     warmup_steps: int = key(0, "Steps in which the learning rate rises to its full value.", at_least=0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -64,9 +65,11 @@ class StepPlan:
         train = self.train
         if step < train.warmup_steps:
             return train.learning_rate * step / train.warmup_steps
+        left = max(0.0, (self.total_steps - step) / max(1, self.total_steps - train.warmup_steps))
         if train.schedule == "linear":  # as the Hugging Face Trainer does by default
-            left = (self.total_steps - step) / max(1, self.total_steps - train.warmup_steps)
-            return train.learning_rate * max(0.0, left)
+            return train.learning_rate * left
+        if train.schedule == "cosine":  # half a period, as in arXiv:1608.03983 without restarts
+            return train.learning_rate * (1 - math.cos(math.pi * left)) / 2
         if train.schedule == "step":  # as torch's StepLR
             return float(train.learning_rate * train.gamma ** (step // self.steps_per_epoch // train.step_size))
         return train.learning_rate

@@ -286,6 +286,7 @@ OF_OTHER_PROGRAMS = {  # what users of torchrun, Trainer, Megatron and DeepSpeed
     **dict.fromkeys(("per_device_train_batch_size=2", "--train_micro_batch_size_per_gpu 2"), ""),
     **dict.fromkeys(("per_device_eval_batch_size=2", "num_train_epochs=3", "--train-iters 10", "clip_grad=1.0"), ""),
     **dict.fromkeys(("logging_steps=5", "save_steps=10", "lr_scheduler_type=linear", "dataloader_num_workers=1"), ""),
+    **dict.fromkeys(("lr_scheduler_type=constant_with_warmup", "lr_scheduler_type=cosine"), ""),
     **dict.fromkeys(("adam_epsilon=1e-6", "max_seq_length=64", "output_dir=here", "run_name=mine"), ""),
     **dict.fromkeys(("report_to=tensorboard", "dataset_name=squad_sample", "lora_r=4", "lora_alpha=8"), ""),
     "attn_implementation=sdpa": "",

@@ -12,6 +12,7 @@ from distexp.config import Config
 from distexp.config.custom_code import locate
 from distexp.data.base import TaskData
 from distexp.models.objective import count_correct, loss_sum
+from distexp.training.inputs import StepPlan
 from tests.helpers.runs import resolve_cell
 
 
@@ -75,3 +76,19 @@ def test_a_small_resnet_learns_the_sample() -> None:
 def test_another_data_set_can_be_chosen_for_an_image_model() -> None:
     config = resolve_cell("model=resnet_tiny", "dataset=synthetic")
     assert config.dataset.name == "synthetic"
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine", "constant"])
+@pytest.mark.parametrize("warmup", [0, 3])
+def test_a_schedule_has_the_learning_rates_of_transformers(schedule: str, warmup: int) -> None:
+    from transformers import get_scheduler
+
+    chosen = (f"train.schedule={schedule}", f"train.warmup_steps={warmup}", "train.learning_rate=0.5")
+    plan = StepPlan(resolve_cell(*chosen, "train.num_epochs=2").train, steps_per_epoch=5)
+    name = "constant_with_warmup" if schedule == "constant" else schedule
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.5)
+    expected = get_scheduler(name, optimizer, num_warmup_steps=warmup, num_training_steps=plan.total_steps)
+    for step in range(plan.total_steps):
+        assert plan.learning_rate(step) == pytest.approx(expected.get_last_lr()[0], abs=1e-12)
+        optimizer.step()
+        expected.step()
