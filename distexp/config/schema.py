@@ -260,7 +260,7 @@ class TrainConfig:
 
 @dataclass
 class SweepConfig:
-    """Cells of a sweep besides the product of the swept keys."""
+    """Cells of a sweep. Other swept keys are combined with each of them."""
 
     cells: list[Any] = key([], "Lists of overrides. Each list is a cell, and may itself sweep.")
     resume: bool = key(False, "Keep finished runs of `hydra.sweep.dir`. Set by `distexp resume`.")
