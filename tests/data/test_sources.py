@@ -403,6 +403,17 @@ def test_links_are_followed_once_and_hidden_files_are_left_out(tmp_path: Path) -
         find_files(str(tmp_path / "data"))
 
 
+@pytest.mark.parametrize("pattern", ["", "/*/*.md"])
+def test_folders_of_splits_and_files_that_describe_data(pattern: str, tmp_path: Path) -> None:
+    for name in ("train/a.md", "test/b.md", "train/README_first.md", "train/README.md", "LICENSE.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("one\n\ntwo")
+    data = load(*TEXT, "dataset=text", f"dataset.path={tmp_path}{pattern}", "dataset.max_length=16")
+    described = f"left out, because they describe the data: 2 files of {tmp_path}, as LICENSE.txt"
+    assert (len(data.train), len(data.evaluation)) == (6 if pattern else 4, 2)
+    assert (described in data.notes) is not bool(pattern)
+
+
 def test_messages_without_a_template_are_refused_before_a_run_starts(files: Path) -> None:
     with pytest.raises(ConfigError, match=r"has no chat template: set dataset.chat_template=zephyr"):
         resolve_cell(*TEXT, "dataset=chat", f"dataset.path={files / 'chat.jsonl'}")

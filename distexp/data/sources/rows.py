@@ -178,14 +178,14 @@ def is_saved(path: str) -> bool:
 
 def find_files(path: str) -> dict[str, list[Path]]:
     """Return the data files of a file, a folder or a pattern by split, sorted. Raise ConfigError if there are none."""
-    root, hidden = Path(path), (".", "README", "dataset_info", "LICENSE")
+    root = Path(path)
     found = [root] if root.is_file() else sorted(map(Path, glob.glob(path, recursive=True)))
     if root.is_dir():
         found = [file for file in sorted(map(Path, walk_files(root))) if kind_of(file)]
-        found = [file for file in found if not file.name.startswith(hidden)]
+        found = [file for file in found if not _describes_data(file)]
     if not found or not all(map(kind_of, found)):
-        name = next((str(file) for file in found if kind_of(file) is None), f"{path} has no file that")
-        raise ConfigError(f"{name} is not a data file: use files that end in {', '.join(KINDS)}")
+        wrong = next((f"{file} is not a" for file in found if kind_of(file) is None), f"{path} has no")
+        raise ConfigError(f"{wrong} data file: use files that end in {', '.join(KINDS)}")
     if broken := [file for file in found if not file.exists()]:
         raise ConfigError(f"{broken[0]} is a link to nothing: restore its file, or remove it")
     if special := [file for file in found if not (file.is_file() or file.is_dir())]:
@@ -193,12 +193,25 @@ def find_files(path: str) -> dict[str, list[Path]]:
     if empty := [file for file in found if not file.stat().st_size]:
         raise ConfigError(f"{empty[0]} is empty: add rows to it, or remove it")
     splits: dict[str, list[Path]] = {}
+    base = root if root.is_dir() else os.path.dirname(re.split(r"[*?[]", path)[0])  # the folder of a pattern
     for file in found:
-        relative = file.relative_to(root) if root.is_dir() else file.name
+        relative = file.relative_to(base) if len(found) > 1 else file
         words = set(re.split("[^a-z]+", str(relative).lower())) if len(found) > 1 else set[str]()
         name = next((name for name, known in SPLIT_WORDS.items() if words & known), "train")
         splits.setdefault(name, []).append(file)
     return splits
+
+
+def _describes_data(file: Path) -> bool:
+    return file.name.split(".")[0] in ("README", "LICENSE", "dataset_info", "dataset_infos")
+
+
+def find_notes(dataset: DatasetConfig) -> Iterator[str]:
+    """Yield a note about the files of each folder that are left out because they describe the data."""
+    for path in filter(None, dict.fromkeys((dataset.path, dataset.eval_path))):
+        files = walk_files(Path(path)) if os.path.isdir(path) and not is_saved(path) else ()
+        if found := sorted(file for file in map(Path, files) if kind_of(file) and _describes_data(file)):
+            yield f"left out, because they describe the data: {len(found)} files of {path}, as {found[0].name}"
 
 
 def walk_files(root: Path) -> Iterator[str]:

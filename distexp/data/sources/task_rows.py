@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from distexp.config import ConfigError, DatasetConfig, ModelConfig
 from distexp.data import text
 from distexp.data.base import IGNORE, Samples, TaskData, check_size
-from distexp.data.sources.rows import Rows
+from distexp.data.sources.rows import Rows, find_notes
 from distexp.data.tokenization import TokenIds, Tokenizer, load_tokenizer
 
 Item = tuple[str, Any, Any]
@@ -26,7 +26,7 @@ def load_task(dataset: DatasetConfig, model: ModelConfig, seed: int, both: tuple
 
     Classes are numbered from 0, or they are names, which are sorted. The training set must have two or more.
     """
-    notes: list[str] = []
+    notes = list(find_notes(dataset))
     sizes = (dataset.train_size, dataset.eval_size)
     found = [_read(rows, size, key, notes) for rows, size, key in zip(both, sizes, ("train", "eval"), strict=True)]
     train, held_out = (items[:size] for items, size in zip(found, sizes, strict=True))
