@@ -96,16 +96,22 @@ class Rows:
         return []
 
     def __iter__(self) -> Iterator[Row]:
-        first, wrong, total = "", 0, 0
+        first, wrong, total, kept = "", 0, 0, 0
         every = (row for table in self.tables for row in _read(table, self.dataset, self.form))
         for index, row in enumerate(every):
             total += 1
             if row.error is not None:
                 wrong, first = wrong + 1, first or f"{row.place}: {row.error}"
             elif not wrong and (not self.share or is_held_out(index, self.share) is self.is_held_out):
+                kept += 1
                 yield row
         if wrong:
             raise refuse_wrong_rows(first, wrong, f"{total} rows")
+        if not kept and self.share:
+            raise ConfigError(
+                f"{self.dataset.path} has {total} {'row' if total == 1 else 'rows'}, and all are held out for "
+                "evaluation: add rows, or set dataset.eval_path"
+            )
 
 
 def is_held_out(index: int, share: float) -> bool:
@@ -242,6 +248,8 @@ def find_errors(dataset: DatasetConfig, choose_format: FormatChoice) -> Iterator
                 for file in (file for files in find_files(path).values() for file in files[:CHECKED_FILES]):
                     check_columns(str(file), columns_of(Table(str(file), file)), dataset, form)
                     _check_first_rows(file, file.stat().st_mtime_ns, form, form.columns(dataset))
+                if dataset.eval_path is None:
+                    _check_held_out(open_rows(dataset, choose_format)[0])
         except ConfigError as error:
             yield from error.errors
 
@@ -252,6 +260,13 @@ def first_columns(path: str) -> list[str]:
         described = sorted(Path(path).glob("**/dataset_info.json"))
         return list(read_or_none(described[0], "features") or ()) if described else []
     return columns_of(Table("", next(iter(find_files(path).values()))[0])) if is_local(path) else []
+
+
+def _check_held_out(train: Rows) -> None:
+    """Raise ConfigError if all rows of a small file are held out for evaluation."""
+    file = train.tables[0].file
+    if train.share and file and kind_of(file) != "parquet" and file.stat().st_size <= CHECKED_BYTES:
+        next(iter(train))
 
 
 @lru_cache
