@@ -122,8 +122,8 @@ class MuonAdamW(torch.optim.Optimizer):
         hidden = {id(matrix): matrix for matrix in _hidden_matrices(bare)}
         if not hidden:
             raise ConfigError(
-                f"train.optimizer=muon updates the matrices of repeated blocks, but {type(bare).__name__} has none: "
-                "use train.optimizer=adamw"
+                f"train.optimizer=muon updates the matrices of repeated blocks, but "
+                f"{type(bare).__name__.removeprefix('FSDP')} has none: use train.optimizer=adamw"
             )
         groups = parameter_groups(model, train.weight_decay)
         others = [group | {"params": [p for p in group["params"] if id(p) not in hidden]} for group in groups]
