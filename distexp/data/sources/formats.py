@@ -148,8 +148,9 @@ def read_plain(file: Path) -> Iterator[Row]:
     Raise ConfigError if the file itself cannot be read, as a truncated ``.gz`` file.
     """
     kind = kind_of(file)
-    records = partial(_records, separators="\t" if ".tsv" in file.suffixes else ",;\t")
-    reader, unit = {"text": (_lines, "line"), "json": (_objects, "row"), "csv": (records, "row")}[str(kind)]
+    records = partial(_records, separators="\t" if file.name.lower().removesuffix(".gz").endswith(".tsv") else ",;\t")
+    readers: dict[str, Callable[[IO[str]], Iterator[Content]]] = {"text": _lines, "json": _objects, "csv": records}
+    reader, unit = readers[str(kind)], "line" if kind == "text" else "row"
     try:
         with _open(file, newline="" if kind == "csv" else None) as lines:
             for number, (values, error) in enumerate(reader(lines), start=1):
