@@ -69,7 +69,7 @@ class DistexpSweeper(BasicSweeper):
         for cell, own in zip(cells, decided, strict=True):
             expanded += self._product([o for o in swept if o.get_key_element() not in own] + cell)
             _check_total(len(expanded))
-        for override in swept:
+        for override in given:
             if override.is_sweep_override() and override.get_key_element() in set.intersection(*decided):
                 text = f"{override.input_line} has no effect, because each cell of sweep.cells sets this key"
                 print(f"distexp: warning: {text}: leave it out", file=sys.stderr)
