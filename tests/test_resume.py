@@ -35,7 +35,8 @@ SMALL = (
 def test_a_resumed_sweep_runs_what_is_missing(tmp_path: Path) -> None:
     sweep = tmp_path / "sweep"
     # The last cell is invalid, because strategy=single has one worker.
-    arguments = ("--multirun", "strategy=single", "train.seed=1,2", 'sweep.cells=[["cluster.workers_per_node=2"]]')
+    cells = 'sweep.cells=[["cluster.workers_per_node=1"],["cluster.workers_per_node=2","train.seed=1"]]'
+    arguments = ("--multirun", "strategy=single", "train.seed=1,2", cells)
     assert run_distexp(*arguments, *SMALL, f"hydra.sweep.dir={sweep}", cwd=tmp_path).returncode == 0
     assert [RunRecord.read(sweep / n / "record.json").status for n in "012"] == ["completed", "completed", "invalid"]
     kept = (sweep / "0/record.json").read_bytes()

@@ -170,7 +170,7 @@ class TrainConfig:
     learning_rate: float = key(5e-5, "Learning rate after the warmup.", at_least=0)
     weight_decay: float = key(0.01, "Weight decay of matrices. Biases and norms have none.", at_least=0)
     betas: list[float] = key([0.9, 0.999], "Betas of AdamW.", length=2, at_least=0, below=1, example="[0.9,0.999]")
-    eps: float = key(1e-8, "Epsilon of AdamW.", at_least=0)
+    eps: float = key(1e-8, "Epsilon of AdamW, a normal number of fp32.", at_least=1.2e-38)
     momentum: float = key(0.9, "Momentum of SGD and Muon.", at_least=0)
     gradient_clipping: float | None = key(1.0, "Largest gradient norm.", above=0, null="no clipping")
     optimizer: str = key(
@@ -261,7 +261,7 @@ class TrainConfig:
 
 @dataclass
 class SweepConfig:
-    """Cells of a sweep besides the product of the swept keys."""
+    """Cells of a sweep. Other swept keys are combined with each of them."""
 
     cells: list[Any] = key([], "Lists of overrides. Each list is a cell, and may itself sweep.")
     resume: bool = key(False, "Keep finished runs of `hydra.sweep.dir`. Set by `distexp resume`.")

@@ -99,15 +99,15 @@ class ModelConfig:
         None, "`byte`: trained on the dataset. `auto`: the tokenizer of the model. Else a hub id or a folder.",
         path="hub",
     )  # fmt: skip
-    vocab_size: int | None = key(None, "Rows of the embedding.", at_least=1, null="size of the tokenizer")
-    hidden_size: int | None = key(None, "Width of the hidden states.", at_least=1)
-    num_layers: int | None = key(None, "Number of transformer blocks.", at_least=1)
-    num_heads: int | None = key(None, "Attention heads. They must divide `hidden_size`.", at_least=1)
-    ff_dim: int | None = key(None, "Width of the feed-forward layers.", at_least=1)
-    seq_length: int | None = key(None, "Most positions of the model.", unit="tokens", at_least=1)
-    width: int | None = key(None, "Channels of the first stage of a ResNet.", at_least=1)
+    vocab_size: int | None = key(None, "Rows of the embedding.", at_least=1, below=10**9, null="size of the tokenizer")
+    hidden_size: int | None = key(None, "Width of the hidden states.", at_least=1, below=10**7)
+    num_layers: int | None = key(None, "Number of transformer blocks.", at_least=1, below=10**4)
+    num_heads: int | None = key(None, "Attention heads. They must divide `hidden_size`.", at_least=1, below=10**5)
+    ff_dim: int | None = key(None, "Width of the feed-forward layers.", at_least=1, below=10**7)
+    seq_length: int | None = key(None, "Most positions of the model.", unit="tokens", at_least=1, below=10**9)
+    width: int | None = key(None, "Channels of the first stage of a ResNet.", at_least=1, below=10**6)
     depths: list[int] | None = key(
-        None, "Residual blocks in each stage of a ResNet.", length=4, at_least=1, example="[3,4,6,3]"
+        None, "Residual blocks in each stage of a ResNet.", length=4, at_least=1, below=10**4, example="[3,4,6,3]"
     )
     bottleneck: bool | None = key(None, "Whether a ResNet uses bottleneck blocks.")
     tie_embeddings: bool | None = key(None, "Whether embedding and output head share one weight.")
@@ -221,7 +221,7 @@ class DatasetConfig:
     )  # fmt: skip
     image_size: int | None = key(None, "Height and width of an image.", unit="pixels", at_least=1)
     num_classes: int | None = key(None, "Number of image classes of synthetic data.", at_least=1)
-    num_workers: int = key(0, "DataLoader processes of each worker.", at_least=0)
+    num_workers: int = key(0, "DataLoader processes of each worker, at most 256.", at_least=0, below=257)
     cache: str | None = key(
         None, "Memory for all decoded images. They are then augmented on the device. `none`: decode each one again.",
         choices=("none", "cpu", "gpu"), reference="none", id_if_changed=True,

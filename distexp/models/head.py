@@ -117,6 +117,7 @@ def adapt_router(model: nn.Module) -> None:
         return
     plain_forward: Callable[..., Any] = model.forward
     coefficient = getattr(model, "router_aux_loss_coef", getattr(settings, "router_aux_loss_coef", None))
+    name = type(model).__name__  # FSDP changes it later
 
     @wraps(plain_forward)
     def forward(*arguments: Any, **inputs: Any) -> Any:
@@ -124,8 +125,8 @@ def adapt_router(model: nn.Module) -> None:
         found = getattr(outputs, AUX_LOSS, None)
         if not isinstance(found, Tensor) or coefficient is None:
             raise ConfigError(
-                f"model.options.output_router_logits=true requests a router loss, but {type(model).__name__} has none: "
-                "use model.options.output_router_logits=false"
+                f"{name} has no router loss, which output_router_logits=true of its config.json or of model.options "
+                "requests: use model.options.output_router_logits=false"
             )
         outputs.aux_loss = coefficient * found
         return outputs
@@ -152,7 +153,7 @@ def _settings(train: TrainConfig) -> tuple[str, str]:
 
 def _with_request(model: nn.Module, adapted: HeadForward) -> Callable[..., Any]:
     """Return a ``forward`` of the model that also takes the inputs TARGET_POSITIONS and TARGET_LABELS."""
-    request, plain_forward = adapted.request, model.forward
+    request, plain_forward, name = adapted.request, model.forward, type(model).__name__
     read_loss = _LossReader(model, adapted)
 
     @wraps(plain_forward)
@@ -166,15 +167,14 @@ def _with_request(model: nn.Module, adapted: HeadForward) -> Callable[..., Any]:
             return outputs
         if (calls := request.counts["calls"]) != 1:  # Then its selected tokens are not its outputs.
             raise ConfigError(
-                f"{adapted.settings}: {type(model).__name__} calls its output head {calls} times in a forward "
+                f"{adapted.settings}: {name} calls its output head {calls} times in a forward "
                 f"pass, not once: {adapted.hint}"
             )
         if labels is not None:
             return {LOSS_SUM: read_loss(get_logits(outputs)), AUX_LOSS: getattr(outputs, AUX_LOSS, None)}
         if tuple(get_logits(outputs).shape[:-1]) != (1, len(positions)):
             raise ConfigError(
-                f"{adapted.settings}: {type(model).__name__} changes the shape of the logits of its output head: "
-                f"{adapted.hint}"
+                f"{adapted.settings}: {name} changes the shape of the logits of its output head: {adapted.hint}"
             )
         return outputs
 

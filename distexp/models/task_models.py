@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from distexp.config import ConfigError, ModelConfig
 from distexp.config.model_checks import TIMM_MISSING, validate_model
 from distexp.config.tasks import TASKS, task_of
-from distexp.data.base import TaskData
+from distexp.data.base import IGNORE, TaskData
 from distexp.exceptions import first_line
 from distexp.models.transforms import embedding_of
 from distexp.system.restricted_loading import refused_as_config_error
@@ -76,8 +76,14 @@ def _with_decoder_labels(model: Any, settings: ModelConfig) -> Callable[..., Any
         def shift(labels: Tensor) -> Any:
             return of_module(labels, model.config.pad_token_id, model.config.decoder_start_token_id)
 
+    def shift_rows(labels: Tensor) -> Any:
+        # mBART needs a token in each row, also in one without targets. FSMT changes the labels that it gets.
+        token = int(model.config.pad_token_id == 0)
+        first = torch.where((labels == IGNORE).all(dim=1, keepdim=True), token, labels[:, :1])
+        return shift(labels=torch.cat([first, labels[:, 1:]], dim=1))
+
     try:
-        shift(labels=torch.zeros(1, 1, dtype=torch.long, device="cpu"))
+        shift_rows(torch.full((1, 1), IGNORE, device="cpu"))
     except (TypeError, ValueError) as error:
         raise ConfigError(
             f"model.name={settings.name} cannot start its decoder ({first_line(error)}): set decoder_start_token_id "
@@ -85,7 +91,7 @@ def _with_decoder_labels(model: Any, settings: ModelConfig) -> Callable[..., Any
         ) from error
 
     def forward(input_ids: Tensor, attention_mask: Tensor | None = None, *, decoder_labels: Tensor) -> Any:
-        return plain(input_ids=input_ids, attention_mask=attention_mask, decoder_input_ids=shift(labels=decoder_labels))
+        return plain(input_ids=input_ids, attention_mask=attention_mask, decoder_input_ids=shift_rows(decoder_labels))
 
     return forward
 

@@ -1,5 +1,6 @@
 """The optimizer and the gradient clipping, the same for every strategy, and the tensors that a rank keeps."""
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -66,18 +67,28 @@ class WeightUpdate:
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Return the optimizer groups: weight decay for matrices only, as in the Trainer."""
-    trained = [p for p in model.parameters() if p.requires_grad]
+    """Return the optimizer groups: weight decay for matrices only, without biases and norms.
+
+    The Trainer of transformers goes by names. It also decays vectors such as scales of layers, and no weight with
+    ``bias`` in its whole name, such as the relative positions of T5.
+    """
+    is_matrix: dict[nn.Parameter, bool] = {}
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter.requires_grad:
+                is_matrix.setdefault(parameter, _is_matrix(module, name, parameter))
     groups = [
-        {"params": [p for p in trained if _dimensions(p) >= 2], "weight_decay": weight_decay},
-        {"params": [p for p in trained if _dimensions(p) < 2], "weight_decay": 0.0},
+        {"params": [p for p, decays in is_matrix.items() if decays], "weight_decay": weight_decay},
+        {"params": [p for p, decays in is_matrix.items() if not decays], "weight_decay": 0.0},
     ]
     return [group for group in groups if group["params"]]
 
 
-def _dimensions(parameter: nn.Parameter) -> int:
-    """Return the number of axes; ZeRO-3 keeps the shape in ``ds_shape``."""
-    return len(getattr(parameter, "ds_shape", parameter.shape))
+def _is_matrix(module: nn.Module, name: str, parameter: nn.Parameter) -> bool:
+    """Return whether a parameter has two or more axes, and is no bias and not of a norm, such as one for each head."""
+    dimensions = len(getattr(parameter, "ds_shape", parameter.shape))  # ZeRO-3 keeps the shape in ``ds_shape``.
+    is_norm = re.search(r"norm(\d+d|gated)?$", type(module).__name__.lower())
+    return dimensions >= 2 and not is_norm and not name.endswith("bias")
 
 
 def build_optimizer(model: nn.Module, train: TrainConfig, *, fused: bool) -> torch.optim.Optimizer:
@@ -111,8 +122,8 @@ class MuonAdamW(torch.optim.Optimizer):
         hidden = {id(matrix): matrix for matrix in _hidden_matrices(bare)}
         if not hidden:
             raise ConfigError(
-                f"train.optimizer=muon updates the matrices of repeated blocks, but {type(bare).__name__} has none: "
-                "use train.optimizer=adamw"
+                f"train.optimizer=muon updates the matrices of repeated blocks, but "
+                f"{type(bare).__name__.removeprefix('FSDP')} has none: use train.optimizer=adamw"
             )
         groups = parameter_groups(model, train.weight_decay)
         others = [group | {"params": [p for p in group["params"] if id(p) not in hidden]} for group in groups]
@@ -150,7 +161,8 @@ def _hidden_matrices(model: nn.Module) -> Iterator[nn.Parameter]:
     parts = (part for _, block in find_units(model) for part in block.modules())
     for part in parts:
         if not isinstance(part, nn.Embedding):
-            yield from (p for p in part.parameters(recurse=False) if p.requires_grad and p.dim() == 2)
+            named = (item for item in part.named_parameters(recurse=False) if _is_matrix(part, *item))
+            yield from (p for _, p in named if p.requires_grad and p.dim() == 2)
 
 
 def trained_parameters(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:

@@ -1,4 +1,4 @@
-"""Hydra sweeper plugin: the product of the swept keys, and the cells of ``sweep.cells``.
+"""Hydra sweeper plugin: the product of the swept keys, for each cell of ``sweep.cells``.
 
 Hydra's own sweeper composes every cell twice: to validate it and to run it. Here the launcher composes each cell
 once, and starts nothing before all cells are composed.
@@ -63,11 +63,16 @@ class DistexpSweeper(BasicSweeper):
         cells = [self._parse(cell) for cell in self._listed_cells()]
         if CELLS_KEY not in named:  # a preset's cells, too, are replaced by the command line
             cells = [[o for o in cell if o.get_key_element() not in named] for cell in cells]
-        fixed = [override for override in swept if not override.is_sweep_override()]
-        expanded = self._product(swept) if len(fixed) < len(swept) or not cells else []
-        for cell in cells:
-            expanded += self._product(fixed + cell)
+        cells = cells or [[]]
+        expanded: list[list[str]] = []
+        decided = [{override.get_key_element() for override in cell} for cell in cells]  # keys that a cell sets itself
+        for cell, own in zip(cells, decided, strict=True):
+            expanded += self._product([o for o in swept if o.get_key_element() not in own] + cell)
             _check_total(len(expanded))
+        for override in given:
+            if override.is_sweep_override() and override.get_key_element() in set.intersection(*decided):
+                text = f"{override.input_line} has no effect, because each cell of sweep.cells sets this key"
+                print(f"distexp: warning: {text}: leave it out", file=sys.stderr)
         return self._repeat(drop_repeated(expanded))
 
     def _repeat(self, cells: list[list[str]]) -> list[list[str]]:

@@ -42,6 +42,10 @@ def test_infinite_numbers_are_refused(key: str) -> None:
         ("trusted_packages=[a.b]", r"is not the name of a package: write trusted_packages=\[a\]"),
         (f"model.tokenizer=/{'x' * 300}", "has a name of 300 bytes, more than 255: use a shorter one"),
         ("train.optimizer=AdamW_8bit", r"is not one of adamw, adamw8bit, sgd, muon. Did you mean adamw8bit\?"),
+        ("dataset.num_workers=3000", "dataset.num_workers=3000 must be from 0 to below 257"),
+        ("model.vocab_size=999999999999", "model.vocab_size=999999999999 must be from 1 to below 1000000000"),
+        ("train.eps=0", "train.eps=0 must be at least 1.2e-38"),
+        ("train.eps=1e-60", "train.eps=1e-60 must be at least 1.2e-38"),
         ("parallel.schedule=1F1B", r"Did you mean 1f1b\?"),
     ],
 )

@@ -312,6 +312,10 @@ BROKEN: dict[str, tuple[str | bytes, str]] = {
     "bytes.jsonl": (GOOD + '{"text": "na\udcefve"}\n', r"bytes.jsonl, row 2: it is not UTF-8; 1 of 2"),
     "bytes.txt": ("one\n\nna\udcefve\n", r"bytes.txt, line 3: it is not UTF-8; 1 of 3"),
     "bytes.csv": ("id,text\n1,a\n2,na\udcefve\n", r"bytes.csv, row 2: it is not UTF-8; 1 of 2"),
+    "utf16.csv": ("text,id\na,1\n".encode("utf-16"), r"utf16.csv, row 1: it is not UTF-8"),
+    "commas.tsv": ("body, new, final\tid\nwords\t1\n", r"set dataset.column to one of body, new, final, id"),
+    "quoted.csv": ('"a, b, c";id\nwords;1\n', r"set dataset.column to one of a, b, c, id"),
+    "one.jsonl": (GOOD, r"one.jsonl has 1 row, and all are held out for evaluation: add rows, or set dataset.eval"),
     "half.jsonl": (GOOD + '{"text": "\\ud83d"}\n', r"row 2: text contains half of a character; 1 of 2"),
     "quote.csv": ('id,text\n1,a\n2,"b\n3,c\n', r"quote.csv, row 2: a quote in line 3 is not closed"),
     "inside.csv": ('id,text\n1,"a\n2,b\n3,"c" d\n4,e\n', r"inside.csv, row 1: a quote in line 2 is not closed"),
@@ -401,6 +405,17 @@ def test_links_are_followed_once_and_hidden_files_are_left_out(tmp_path: Path) -
     (tmp_path / "data/nothing.txt").symlink_to("/nowhere")
     with pytest.raises(ConfigError, match=r"nothing.txt is a link to nothing: restore its file, or remove it"):
         find_files(str(tmp_path / "data"))
+
+
+@pytest.mark.parametrize("pattern", ["", "/*/*.md"])
+def test_folders_of_splits_and_files_that_describe_data(pattern: str, tmp_path: Path) -> None:
+    for name in ("train/a.md", "test/b.md", "train/README_first.md", "train/README.md", "LICENSE.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("one\n\ntwo")
+    data = load(*TEXT, "dataset=text", f"dataset.path={tmp_path}{pattern}", "dataset.max_length=16")
+    described = f"left out, because they describe the data: 2 files of {tmp_path}, as LICENSE.txt"
+    assert (len(data.train), len(data.evaluation)) == (6 if pattern else 4, 2)
+    assert (described in data.notes) is not bool(pattern)
 
 
 def test_messages_without_a_template_are_refused_before_a_run_starts(files: Path) -> None:

@@ -87,7 +87,9 @@ def test_pairs_have_labels_for_the_decoder(tmp_path: Path) -> None:
     assert batch.num_tokens == int(batch.inputs["attention_mask"].sum()) + batch.num_targets
 
 
-@pytest.mark.parametrize("labels", [["good", "bad", "so-so"], [0, 1, 2]])
+@pytest.mark.parametrize(
+    "labels", [["good", "bad", "so-so"], [0, 1, 2], ["01", "02", "03"], [90210, 90211, 4915112345678]]
+)
 def test_texts_have_classes(labels: list[Any], tmp_path: Path) -> None:
     rows = [{"text": sentence(number), "label": labels[number % 3]} for number in range(30)]
     data = load(tmp_path, "sequence_classification", [*rows, {"text": " ", "label": labels[0]}])
@@ -101,6 +103,8 @@ def test_texts_have_classes(labels: list[Any], tmp_path: Path) -> None:
     known = {(row["text"], str(row["label"])) for row in rows}
     assert set(zip(texts, names, strict=True)) <= known
     assert "because they are empty: 1 of" in data.notes[0]
+    are_large = "classes are names and not numbers, because 4915112345678 is not less than the 22 rows" in data.notes
+    assert are_large is (labels[0] == 90210)
 
 
 @pytest.mark.parametrize("form", ["saved", "parquet"])

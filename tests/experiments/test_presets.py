@@ -175,6 +175,7 @@ def test_scale_tiny_shrinks_every_preset(preset: str) -> None:
         (("deepspeed/multi_gpu_weak_scaling", "cluster.workers_per_node=2,4,6,8"), [(1, 2), (1, 4), (1, 6), (1, 8)]),
         (("ddp/multi_node", "cluster.nodes=1,3,6"), [(1, 2), (3, 2), (6, 2)]),
         (("fsdp/custom_weak_scaling", "cluster.workers_per_node=4"), [(1, 4), (2, 4)]),
+        (("fsdp/custom_weak_scaling", "cluster.workers_per_node=2,4"), [(1, 2), (1, 4), (2, 2), (2, 4)]),
     ],
 )
 def test_command_line_replaces_the_sweep_of_a_preset(words: tuple[str, ...], shapes: list[tuple[int, int]]) -> None:

@@ -196,15 +196,17 @@ def test_one_worker_has_no_communication(one_worker: tuple[Path, str]) -> None:
     assert "profiler_start" not in screen, "messages of the profiler are hidden"
 
 
-def test_sweep_cells_are_added_to_the_product(tmp_path: Path) -> None:
-    cells = 'sweep.cells=[["strategy=ddp","offload=true"],["strategy=single","train.seed=1,2"]]'
-    overrides = ("--multirun", "precision=fp16", cells, *SHORT, f"hydra.sweep.dir={tmp_path}/out")
+def test_swept_keys_are_combined_with_each_cell_that_does_not_set_them(tmp_path: Path) -> None:
+    cells = 'sweep.cells=[["strategy=ddp","train.seed=7"],["strategy=single"]]'
+    swept = ("train.seed=1,2", "strategy=ddp,fsdp")
+    overrides = ("--multirun", "precision=fp16", cells, *swept, *SHORT, f"hydra.sweep.dir={tmp_path}/out")
     done = run_distexp(*overrides, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     records = [RunRecord.read(path) for path in sorted(tmp_path.glob("out/*/record.json"))]
     assert [record.status for record in records] == ["invalid"] * 3, "fp16 has no CPU kernels"
-    assert [record.config["train"]["seed"] for record in records] == [42, 1, 2]
+    assert [record.config["train"]["seed"] for record in records] == [7, 1, 2]
     assert [record.config["strategy"]["name"] for record in records] == ["ddp", "single", "single"]
+    assert "warning: strategy=ddp,fsdp has no effect, because each cell of sweep.cells sets this key" in done.stderr
 
 
 def test_a_preset_has_a_sweep_and_overrides_take_precedence(tmp_path: Path) -> None:

@@ -69,3 +69,12 @@ def test_an_option_that_the_model_lacks_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"model.options.output_router_logits is not a value of the config.json of"):
         build(tmp_path, "llama", ROUTED[0])
     assert "router_aux_loss_coef" not in CAUSAL["llama"]
+    model = build(tmp_path / "file", "llama")
+    model.config.output_router_logits = True
+    head.adapt_router(model)
+    model.__class__ = type("FSDPLlamaForCausalLM", (type(model),), {})
+    with pytest.raises(
+        ConfigError, match="LlamaForCausalLM has no router loss, which output_router_logits=true"
+    ) as error:
+        model(input_ids=torch.ones(1, 4, dtype=torch.long))
+    assert "FSDP" not in str(error.value)

@@ -13,7 +13,7 @@ from torch import nn
 
 from distexp.config import ConfigError
 from distexp.config.tasks import TASKS
-from distexp.data.base import Batch
+from distexp.data.base import IGNORE, Batch
 from distexp.data.loader import BatchSharding, ShardedBatchSampler
 from distexp.data.tokenization import train_byte_tokenizer
 from distexp.distributed.context import Context
@@ -241,6 +241,19 @@ def test_the_task_is_that_of_the_architecture(tmp_path: Path) -> None:
         task("dataset=squad_sample", model_type="bert", architectures=["BertForMaskedLM"])
     with pytest.raises(ConfigError, match=r"train.logits=targets is for causal_lm"):
         task("train.logits=targets", model_type="bert", architectures=["BertForMaskedLM"])
+
+
+@pytest.mark.parametrize("kind", ["mbart", "fsmt"])
+def test_a_row_without_targets_has_inputs_for_the_decoder(kind: str, tmp_path: Path) -> None:
+    sizes = BART if kind == "mbart" else {**BART, "langs": ["a", "b"], "src_vocab_size": 320, "tgt_vocab_size": 320}
+    kinds = {"model_type": kind, "pad_token_id": 0, "decoder_start_token_id": 0}
+    (tmp_path / "config.json").write_text(json.dumps({**sizes, **kinds}))
+    typed = ("model=hf", f"model.name={tmp_path}", "model.init=random", "model.tokenizer=byte", "model.task=seq2seq_lm")
+    model = hf.build(resolve_cell(*typed, SYNTHETIC).model, 300)
+    labels = torch.tensor([[5, 6, 2], [IGNORE] * 3])
+    before = labels.clone()
+    assert model(input_ids=torch.full((2, 4), 7), decoder_labels=labels).logits.shape == (2, 3, 320)
+    assert labels.equal(before)
 
 
 def test_models_that_do_not_fit_are_refused_with_what_fits(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from distexp.strategies.optimizer import build_optimizer
+from distexp.strategies.optimizer import build_optimizer, parameter_groups
 from tests.helpers.runs import resolve_cell
 
 
@@ -18,6 +18,21 @@ def _uninitialized_is_nan() -> Iterator[None]:
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
+
+
+class HeadNorm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2, 4))
+
+
+def test_biases_and_norms_with_two_axes_have_no_weight_decay() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), HeadNorm(), nn.LayerNorm(4), nn.Conv2d(1, 1, 1))
+    model.register_parameter("up_proj_bias", nn.Parameter(torch.zeros(2, 4)))
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    decayed, others = ([names[id(p)] for p in group["params"]] for group in parameter_groups(model, 0.1))
+    assert decayed == ["0.weight", "3.weight"]
+    assert others == ["up_proj_bias", "0.bias", "1.weight", "2.weight", "2.bias", "3.bias"]
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])

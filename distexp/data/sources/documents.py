@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from distexp.config import ConfigError, DatasetConfig, ModelConfig
 from distexp.data.base import TaskData, check_size
 from distexp.data.sources.formats import Row, chat_format, text_format
-from distexp.data.sources.rows import Rows, open_rows
+from distexp.data.sources.rows import Rows, find_notes, open_rows
 from distexp.data.sources.task_rows import load_task
 from distexp.data.text import TokenSamples, sequence_length, text_data
 from distexp.data.tokenization import TokenIds, Tokenizer, load_tokenizer
@@ -201,7 +201,8 @@ def _load(
 ) -> TaskData:
     train, train_notes = _tokenize(both[0], encoder, length, dataset.train_size, "train")
     held_out, eval_notes = _tokenize(both[1], encoder, length, dataset.eval_size, "eval")
-    return text_data(dataset, tokenizer, (train, held_out), length=length, notes=[*train_notes, *eval_notes])
+    notes = [*find_notes(dataset), *train_notes, *eval_notes]
+    return text_data(dataset, tokenizer, (train, held_out), length=length, notes=notes)
 
 
 def _tokenize(rows: Rows, encoder: Encoder, length: int, size: int | None, key: str) -> tuple[TokenSamples, list[str]]:

@@ -12,6 +12,7 @@ import sys
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -147,11 +148,14 @@ def read_plain(file: Path) -> Iterator[Row]:
     Raise ConfigError if the file itself cannot be read, as a truncated ``.gz`` file.
     """
     kind = kind_of(file)
-    reader, unit = {"text": (_lines, "line"), "json": (_objects, "row"), "csv": (_records, "row")}[str(kind)]
+    records = partial(_records, separators="\t" if file.name.lower().removesuffix(".gz").endswith(".tsv") else ",;\t")
+    readers: dict[str, Callable[[IO[str]], Iterator[Content]]] = {"text": _lines, "json": _objects, "csv": records}
+    reader, unit = readers[str(kind)], "line" if kind == "text" else "row"
     try:
         with _open(file, newline="" if kind == "csv" else None) as lines:
             for number, (values, error) in enumerate(reader(lines), start=1):
-                is_broken = any(isinstance(value, str) and BROKEN.search(value) for value in values.values())
+                texts = (text for item in values.items() for text in item if isinstance(text, str))
+                is_broken = any(map(BROKEN.search, texts))
                 reason = "it is not UTF-8" if is_broken and kind != "json" else error
                 yield Row(f"{file}, {unit} {number}", {} if reason else values, reason)
     except (OSError, EOFError, zlib.error) as error:
@@ -193,12 +197,12 @@ def _object(value: Any) -> Content:
     return (value, None) if isinstance(value, dict) else ({}, f"it is {describe(value)} and not an object with columns")
 
 
-def _records(lines: IO[str]) -> Iterator[Content]:
-    """Yield the records of CSV. The first line has the names, and shows what separates the columns."""
+def _records(lines: IO[str], separators: str) -> Iterator[Content]:
+    """Yield the records of CSV. The first line has the names, and shows which character separates the columns."""
     csv.field_size_limit(sys.maxsize)
     header = next(lines, "")
-    separator = max(",;\t", key=header.count)
-    names = next(csv.reader([header], delimiter=separator), [])
+    headers = [(next(csv.reader([header], delimiter=each), []), each) for each in separators]
+    names, separator = max(headers, key=lambda found: len(found[0]))
     reader = csv.reader(lines, delimiter=separator, strict=True)
     while True:
         start = reader.line_num + 2

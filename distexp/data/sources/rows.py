@@ -96,16 +96,22 @@ class Rows:
         return []
 
     def __iter__(self) -> Iterator[Row]:
-        first, wrong, total = "", 0, 0
+        first, wrong, total, kept = "", 0, 0, 0
         every = (row for table in self.tables for row in _read(table, self.dataset, self.form))
         for index, row in enumerate(every):
             total += 1
             if row.error is not None:
                 wrong, first = wrong + 1, first or f"{row.place}: {row.error}"
             elif not wrong and (not self.share or is_held_out(index, self.share) is self.is_held_out):
+                kept += 1
                 yield row
         if wrong:
             raise refuse_wrong_rows(first, wrong, f"{total} rows")
+        if not kept and self.share:
+            raise ConfigError(
+                f"{self.dataset.path} has {total} {'row' if total == 1 else 'rows'}, and all are held out for "
+                "evaluation: add rows, or set dataset.eval_path"
+            )
 
 
 def is_held_out(index: int, share: float) -> bool:
@@ -178,14 +184,14 @@ def is_saved(path: str) -> bool:
 
 def find_files(path: str) -> dict[str, list[Path]]:
     """Return the data files of a file, a folder or a pattern by split, sorted. Raise ConfigError if there are none."""
-    root, hidden = Path(path), (".", "README", "dataset_info", "LICENSE")
+    root = Path(path)
     found = [root] if root.is_file() else sorted(map(Path, glob.glob(path, recursive=True)))
     if root.is_dir():
         found = [file for file in sorted(map(Path, walk_files(root))) if kind_of(file)]
-        found = [file for file in found if not file.name.startswith(hidden)]
+        found = [file for file in found if not _describes_data(file)]
     if not found or not all(map(kind_of, found)):
-        name = next((str(file) for file in found if kind_of(file) is None), f"{path} has no file that")
-        raise ConfigError(f"{name} is not a data file: use files that end in {', '.join(KINDS)}")
+        wrong = next((f"{file} is not a" for file in found if kind_of(file) is None), f"{path} has no")
+        raise ConfigError(f"{wrong} data file: use files that end in {', '.join(KINDS)}")
     if broken := [file for file in found if not file.exists()]:
         raise ConfigError(f"{broken[0]} is a link to nothing: restore its file, or remove it")
     if special := [file for file in found if not (file.is_file() or file.is_dir())]:
@@ -193,12 +199,25 @@ def find_files(path: str) -> dict[str, list[Path]]:
     if empty := [file for file in found if not file.stat().st_size]:
         raise ConfigError(f"{empty[0]} is empty: add rows to it, or remove it")
     splits: dict[str, list[Path]] = {}
+    base = root if root.is_dir() else os.path.dirname(re.split(r"[*?[]", path)[0])  # the folder of a pattern
     for file in found:
-        relative = file.relative_to(root) if root.is_dir() else file.name
+        relative = file.relative_to(base) if len(found) > 1 else file
         words = set(re.split("[^a-z]+", str(relative).lower())) if len(found) > 1 else set[str]()
         name = next((name for name, known in SPLIT_WORDS.items() if words & known), "train")
         splits.setdefault(name, []).append(file)
     return splits
+
+
+def _describes_data(file: Path) -> bool:
+    return file.name.split(".")[0] in ("README", "LICENSE", "dataset_info", "dataset_infos")
+
+
+def find_notes(dataset: DatasetConfig) -> Iterator[str]:
+    """Yield a note about the files of each folder that are left out because they describe the data."""
+    for path in filter(None, dict.fromkeys((dataset.path, dataset.eval_path))):
+        files = walk_files(Path(path)) if os.path.isdir(path) and not is_saved(path) else ()
+        if found := sorted(file for file in map(Path, files) if kind_of(file) and _describes_data(file)):
+            yield f"left out, because they describe the data: {len(found)} files of {path}, as {found[0].name}"
 
 
 def walk_files(root: Path) -> Iterator[str]:
@@ -229,6 +248,8 @@ def find_errors(dataset: DatasetConfig, choose_format: FormatChoice) -> Iterator
                 for file in (file for files in find_files(path).values() for file in files[:CHECKED_FILES]):
                     check_columns(str(file), columns_of(Table(str(file), file)), dataset, form)
                     _check_first_rows(file, file.stat().st_mtime_ns, form, form.columns(dataset))
+                if dataset.eval_path is None:
+                    _check_held_out(open_rows(dataset, choose_format)[0])
         except ConfigError as error:
             yield from error.errors
 
@@ -239,6 +260,13 @@ def first_columns(path: str) -> list[str]:
         described = sorted(Path(path).glob("**/dataset_info.json"))
         return list(read_or_none(described[0], "features") or ()) if described else []
     return columns_of(Table("", next(iter(find_files(path).values()))[0])) if is_local(path) else []
+
+
+def _check_held_out(train: Rows) -> None:
+    """Raise ConfigError if all rows of a small file are held out for evaluation."""
+    file = train.tables[0].file
+    if train.share and file and kind_of(file) != "parquet" and file.stat().st_size <= CHECKED_BYTES:
+        next(iter(train))
 
 
 @lru_cache

@@ -3,9 +3,9 @@
 Unlike the documents of causal LMs, the rows are read into memory.
 """
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from distexp.config import ConfigError, DatasetConfig, ModelConfig
 from distexp.data import text
 from distexp.data.base import IGNORE, Samples, TaskData, check_size
-from distexp.data.sources.rows import Rows
+from distexp.data.sources.rows import Rows, find_notes
 from distexp.data.tokenization import TokenIds, Tokenizer, load_tokenizer
 
 Item = tuple[str, Any, Any]
@@ -26,16 +26,15 @@ def load_task(dataset: DatasetConfig, model: ModelConfig, seed: int, both: tuple
 
     Classes are numbered from 0, or they are names, which are sorted. The training set must have two or more.
     """
-    notes: list[str] = []
-    train, held_out = (
-        _read(rows, size, key, notes)
-        for rows, size, key in zip(both, (dataset.train_size, dataset.eval_size), ("train", "eval"), strict=True)
-    )
+    notes = list(find_notes(dataset))
+    sizes = (dataset.train_size, dataset.eval_size)
+    found = [_read(rows, size, key, notes) for rows, size, key in zip(both, sizes, ("train", "eval"), strict=True)]
+    train, held_out = (items[:size] for items, size in zip(found, sizes, strict=True))
     classes: dict[str, int] = {}
     names: Sequence[str] = ()
     if model.traits.has_classes:
         known = both[0].class_names(both[0].form.columns(dataset)[1])
-        classes, names = _number_classes(train, model.task, known)
+        classes, names = _number_classes(train, model.task, known, len(found[0]), notes)
     tokenizer = load_tokenizer(model, _corpus(train, answers=model.task == "seq2seq_lm"))
     encoder = RowEncoder(model.task, tokenizer, text.sequence_length(dataset, model), classes, notes)
     made = [encoder.make_samples(items, rows.name) for items, rows in zip((train, held_out), both, strict=True)]
@@ -55,7 +54,7 @@ def load_task(dataset: DatasetConfig, model: ModelConfig, seed: int, both: tuple
 
 
 def _read(rows: Rows, size: int | None, key: str, notes: list[str]) -> list[Item]:
-    """Return the first rows that are not empty; note how many are."""
+    """Return the rows that are not empty; note how many are. Raise ConfigError if there are less than ``size``."""
     columns = rows.form.columns(rows.dataset)
     read = [(row.place, *(row.values[column] for column in columns)) for row in rows]
     items = [(place, values[0], values[1] if len(values) > 1 else None) for place, *values in read]
@@ -63,7 +62,7 @@ def _read(rows: Rows, size: int | None, key: str, notes: list[str]) -> list[Item
     if len(kept) < len(items):
         notes.append(f"left out, because they are empty: {len(items) - len(kept)} of {len(items)} {rows.name} rows")
     check_size(key, size, len(kept), f"{rows.name} rows")
-    return list(islice(kept, size))
+    return kept
 
 
 def _has_content(value: Any) -> bool:
@@ -169,17 +168,23 @@ def _flatten(rows: Sequence[NDArray[Any]]) -> tuple[NDArray[Any], NDArray[np.int
     return flat, np.cumsum([len(row) for row in rows], dtype=np.int64)
 
 
-def _number_classes(items: Sequence[Item], task: str, known: list[str]) -> tuple[dict[str, int], Sequence[str]]:
+def _number_classes(
+    items: Sequence[Item], task: str, known: list[str], rows: int, notes: list[str]
+) -> tuple[dict[str, int], Sequence[str]]:
     """Return the number of each class by its value in the rows, and the names of the classes.
 
     Files of CSV have numbers as texts. ``known`` are the names of the numbers, if the data have names for them.
+    Numbers of ``rows`` or more, such as postal codes, are names: most of the numbers below them would have no row.
     """
     labels = [value for _, _, value in items]
     values = {str(tag) for tags in labels for tag in tags} if task == "token_classification" else set(map(str, labels))
-    if all(value.isdecimal() for value in values):
-        names = [str(number) for number in range(max(len(known), *(int(value) + 1 for value in values), 0))]
-    else:
-        names = sorted(values)
+    names: list[str] = sorted(values)
+    if values and all(re.fullmatch("0|[1-9][0-9]*", value) for value in values):  # not 01, which is a name
+        largest = max(values, key=lambda value: (len(value), value))
+        if len(largest) < 10 and int(largest) < max(rows, len(known)):
+            names = [str(number) for number in range(max(len(known), int(largest) + 1))]
+        else:
+            notes.append(f"classes are names and not numbers, because {largest} is not less than the {rows} rows")
     if len(names) < 2:
         raise ConfigError(f"the training rows have the classes {', '.join(names) or 'none'}: use rows of two or more")
     classes = {name: number for number, name in enumerate(names)}
