@@ -157,9 +157,8 @@ def _explain_syntax(override: str, reason: str) -> str:
             f"{override} is not KEY=VALUE: write for example strategy=fsdp. Separate several values with commas alone, "
             "as in zero_stage=1,2, and quote a value with spaces"
         )
-    if value.startswith("="):
-        single = f"{key}={value.lstrip('=') or 'VALUE'}"
-        return f"{override} has more than one =: write {shell_quote(single)}"
+    if mistyped := _explain_signs(override, key, value):
+        return mistyped
     if key in ("sweep.cells", SPACE) and (quoted := _quote_entries(override)):
         return f"{override} needs quotes: write '{quoted}'"
     if value == "~" or value.startswith("~/"):
@@ -172,6 +171,18 @@ def _explain_syntax(override: str, reason: str) -> str:
     unclosed = next(odd, "")  # A shell has split the value.
     cause = f", because {unclosed} is not closed: quote it for the shell: '{key}=...'" if unclosed else f": {reason}"
     return f"{override} cannot be parsed{cause}"
+
+
+def _explain_signs(override: str, key: str, value: str) -> str | None:
+    """Return what to type for a value with signs that have nothing between them; None if it has none."""
+    if value.startswith("="):
+        single = f"{key}={value.lstrip('=') or 'VALUE'}"
+        return f"{override} has more than one =: write {shell_quote(single)}"
+    if value.endswith("()"):
+        return f"{override} has no values: write {shell_quote(f'{key}={value[:-1]}VALUE,VALUE)')}"
+    if (typed := re.sub(r",+(?=[],]|$)|(?<=\[),+|^,+", "", value)) != value:
+        return f"{override} has a comma without a value: write {shell_quote(f'{key}={typed}')}"
+    return None
 
 
 def _quote_entries(override: str) -> str | None:

@@ -110,7 +110,7 @@ def _config_of(values: dict[str, Any]) -> Any:
 
 
 def _unknown_option(name: str, config: Any, where: str) -> ConfigError:
-    known = get_close_matches(name, config.to_dict(), n=3) or ["its keys"]
+    known = get_close_matches(name, config.to_dict(), n=3, cutoff=0.4) or ["one of its keys"]
     return ConfigError(
         f"model.options.{name} is not a value of the config.json of {where} ({config.model_type}): use "
         f"{', '.join(known)}, or leave it out"

@@ -63,7 +63,7 @@ WRONG = {  # command lines, with a part of their message
     "cluster.sbatch=3": "cluster.sbatch=3 must be a mapping",
     "train.max_steps=-3": "train.max_steps=-3 must be at least 1",
     "train.micro_batch_size=0": "train.micro_batch_size=0 must be at least 1",
-    "train.schedule=cosine": "train.schedule=cosine is not one of linear, step, constant",
+    "train.schedule=exponential": "train.schedule=exponential is not one of linear, cosine, step, constant",
     "train.optimizer=lion": "train.optimizer=lion is not one of",
     "train.betas=[0.9]": "train.betas=[0.9] must be 2 numbers",
     "train.betas=[0.9,1.5]": "must be 2 numbers, each from 0 to below 1, as in [0.9,0.999]",
@@ -191,6 +191,8 @@ WRONG = {  # command lines, with a part of their message
     "train.betas=0.9,0.95": "write 'train.betas=[0.9,0.95]' for a list, or add --multirun\n",
     "train.betas=[0.9": "cannot be parsed, because [ is not closed: quote it for the shell: 'train.betas=...'\n",
     "strategy==fsdp": "distexp: strategy==fsdp has more than one =: write strategy=fsdp\n",
+    "strategy=ddp,,fsdp,": "strategy=ddp,,fsdp, has a comma without a value: write strategy=ddp,fsdp\n",
+    "train.seed=choice()": "train.seed=choice() has no values: write 'train.seed=choice(VALUE,VALUE)'\n",
     "strategy='ddp": "strategy='ddp cannot be parsed, because ' is not closed",
     "--multirun zero_stage=1 2": "2 is not KEY=VALUE: write for example strategy=fsdp. Separate several values",
     "--config-name foo": "Cannot find primary config 'foo': leave --config-name and --config-path out. A folder with ",
@@ -483,7 +485,7 @@ def test_other_sweeps_get_no_hint(line: str, capsys: pytest.CaptureFixture[str])
 
 
 def test_all_errors_are_reported_at_once(tmp_path: Path) -> None:
-    done = run_distexp("train.max_steps=0", "train.schedule=cosine", "model.hidden_size=63", cwd=tmp_path)
+    done = run_distexp("train.max_steps=0", "train.schedule=exponential", "model.hidden_size=63", cwd=tmp_path)
     assert done.returncode == 2
     assert len(done.stderr.splitlines()) == 3
 
