@@ -16,6 +16,7 @@ from distexp.config.keys import (
     conf_dir,
     explain_missing,
     get_value,
+    options_of,
     reference_errors,
     schema_fields,
     sections,
@@ -93,6 +94,25 @@ def check_implied_strategy(config: Config, choices: Choices) -> Iterator[str]:
                 f"{group}={option} needs strategy={implied}, but this run has strategy={config.strategy.name}: "
                 f"leave {group} out, or choose strategy={implied}"
             )
+
+
+def check_names(config: Config, choices: Choices) -> Iterator[str]:
+    """Yield an error for each name, and the options of a custom strategy, that change nothing but a label.
+
+    A custom option or ``_target_`` may have any name.
+    """
+    for group in ("strategy", "engine", "dataset", "cluster", "tracker", "model"):
+        section, option = getattr(config, group), choices.get(group)
+        is_custom = not str(section._target_ or "distexp.").startswith("distexp.")
+        if is_custom or not (conf_dir() / group / f"{option}.yaml").is_file():
+            continue
+        if group == "strategy" and section.options:
+            yield f"strategy.options is for custom strategies, but this run has strategy={option}: leave it out"
+        if section.name != option and "name" not in getattr(section, "keys", ()):
+            typed = f"{group}.name={section.name}"
+            chosen = f"model=hf {typed}" if group == "model" else None
+            chosen = f"{group}={section.name}" if section.name in options_of(group) else chosen
+            yield f"{typed} only renames {group}={option}: {f'write {chosen}, or ' if chosen else ''}leave it out"
 
 
 def foreign_options(overrides: Iterable[str], configs: Iterable[Config | None]) -> Iterator[str]:
@@ -191,7 +211,10 @@ def resolve(composed: DictConfig, choices: Choices) -> Config:
     """Return the typed configuration with every open value decided, or raise ConfigError with the errors of a stage."""
     config = to_dataclasses(composed)
     try:
-        run_steps(config, (*SECTION_CHECKS, partial(check_implied_strategy, choices=choices)))
+        run_steps(
+            config,
+            (*SECTION_CHECKS, *(partial(check, choices=choices) for check in (check_implied_strategy, check_names))),
+        )
     except ConfigError as error:
         if error.errors == list(check_values(config)):
             raise ConfigError([*error.errors, *_other_errors(config, error.errors)], config) from None
