@@ -102,7 +102,7 @@ def run_until_pipe_closes(command: Callable[[], int]) -> int:
     except (BrokenPipeError, SystemExit) as error:
         if not is_closed_output(error):
             raise
-        _discard_output()
+        discard_output()
         return 128 + signal.SIGPIPE
     except ConfigError as error:
         if os.environ.get(TRACE_VARIABLE) == "1":
@@ -117,7 +117,7 @@ def run_until_pipe_closes(command: Callable[[], int]) -> int:
             if sys.stdout is not None:
                 sys.stdout.flush()
         except OSError:
-            _discard_output()
+            discard_output()
         print_error(describe_os_error(error))
         return 1
     except KeyboardInterrupt:
@@ -153,7 +153,7 @@ def is_closed_output(error: BaseException) -> bool:
     )
 
 
-def _discard_output() -> None:
+def discard_output() -> None:
     """Send the rest of the output nowhere, because Python would fail again when it exits."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
