@@ -136,7 +136,7 @@ class Screen:
 
     def __init__(self, total: int, sweep_dir: Path, *, invalid: Sequence[str] = ()) -> None:
         """Create the screen of a command, given the reason of each invalid cell."""
-        self.console = RunConsole(emoji=False)  # A path or a log may contain ``:key:``.
+        self.console: Console = RunConsole(emoji=False)  # A path or a log may contain ``:key:``.
         self.total, self.sweep_dir = total, sweep_dir
         self.sweep = SweepProgress(total, total - len(invalid))
         self.invalid = InvalidCells(invalid)

@@ -4,7 +4,8 @@ import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from functools import lru_cache, partial
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 from omegaconf import MISSING, DictConfig, MissingMandatoryValue, OmegaConf, open_dict
 from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException
@@ -134,6 +135,22 @@ def foreign_options(overrides: Iterable[str], configs: Iterable[Config | None]) 
         if section not in read and value != vars(sections()[section]()).get(name):
             needed = f"strategy={section}"
             yield f"{format_override(text)} needs {needed}, but {used}: leave it out, or choose {needed}"
+
+
+def shared_folders(nodes: Iterable[DictConfig]) -> Iterator[str]:
+    """Yield an error for the first of the ``hydra`` nodes of cells whose run would have the folder of another one."""
+    numbers: dict[Path, int] = {}
+    for number, node in enumerate(nodes):
+        node.job.num = number
+        if (other := numbers.setdefault(Path(node.sweep.subdir), number)) != number:
+            typed = cast(dict[str, Any], OmegaConf.to_container(node.sweep))["subdir"]
+            yield (
+                f"hydra.sweep.subdir={typed} is the folder of run {other} and of run {number}: give each run a folder, "
+                "as in hydra.sweep.subdir='run_${hydra.job.num}'"
+                if typed != "."  # set by hydra.run.dir
+                else "hydra.run.dir is the directory of a single run, but this is a sweep: set hydra.sweep.dir instead"
+            )
+            return
 
 
 @lru_cache(maxsize=256)

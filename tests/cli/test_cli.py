@@ -159,6 +159,8 @@ WRONG = {  # command lines, with a part of their message
     "--multirun experiment=deepspeed/zero_stages,x": "cannot be swept",
     "--multirun cluster=local,slurm": "cluster=local,slurm cannot be swept",
     "--multirun strategy=ddp,fsdp hydra.run.dir=here": "set hydra.sweep.dir instead",
+    "--multirun train.seed=1,2 hydra.sweep.subdir=same": "hydra.sweep.subdir=same is the folder of run 0 and of run 1",
+    "experiment=deepspeed/zero_stages hydra.run.dir=here": "set hydra.sweep.dir instead",
     "--multirun train.seed=glob(*)": "the sweep has 0 cells: start one with 1 to 100,000 cells\n",
     "repeats=1000000000": "the sweep has 1,000,000,000 cells",
     "hydra=null": "hydra=null is not an option: leave it out\n",
