@@ -20,6 +20,7 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, Any
 
+from distexp.exceptions import name_limit
 from distexp.launch.failures import HANG_CODE, STOPPED_CODE, TIMEOUT_CODE, encode_group_code, inspect_workers
 from distexp.launch.node_setup import is_simulated, lacks_gpus, lacks_operators, node_gpus, worker_environment
 from distexp.measure.memory.sampler import Sampler
@@ -86,7 +87,7 @@ def raise_stopped(number: int, frame: FrameType | None) -> None:
 def write_start_error(run_dir: Path, node: int, error: OSError) -> None:
     """Write why the agent could not start the workers, for example because the disk is full."""
     name = "NoRendezvous" if isinstance(error, NoRendezvousError) else type(error).__name__
-    found = RunError(name, str(error), "setup")
+    found = RunError(name, name_limit(str(error)), "setup")
     if texts.is_full_disk(error):
         found = texts.full_disk_error(error, run_dir, "setup")
     texts.release_reserve(run_dir)

@@ -195,10 +195,13 @@ def locked_sweep_dir(master: DictConfig, cells: int) -> Iterator[Path]:
 
 def claim_sweep_dir(wanted: Path, *, chosen_by_user: bool) -> Path:
     """Create the directory of a sweep. If another command has just taken the default one, add a suffix."""
-    wanted.parent.mkdir(parents=True, exist_ok=True)
-    if chosen_by_user:
-        wanted.mkdir(exist_ok=True)
-        return wanted
+    try:
+        wanted.parent.mkdir(parents=True, exist_ok=True)
+        if chosen_by_user:
+            wanted.mkdir(exist_ok=True)
+            return wanted
+    except FileNotFoundError:
+        raise ConfigError(f"{wanted} cannot be made: choose another directory with hydra.sweep.dir=DIR") from None
     for attempt in itertools.count(1):
         candidate = wanted if attempt == 1 else wanted.with_name(f"{wanted.name}_{attempt}")
         with suppress(FileExistsError):

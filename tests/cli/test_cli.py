@@ -161,6 +161,9 @@ WRONG = {  # command lines, with a part of their message
     "--multirun strategy=ddp,fsdp hydra.run.dir=here": "set hydra.sweep.dir instead",
     "--multirun train.seed=1,2 hydra.sweep.subdir=same": "hydra.sweep.subdir=same is the folder of run 0 and of run 1",
     "experiment=deepspeed/zero_stages hydra.run.dir=here": "set hydra.sweep.dir instead",
+    "--multirun strategy=glob(d*) cluster.dry_run=true": "distexp: cluster.dry_run=true is for Slurm only: leave it out",
+    "hydra.run.dir=/proc/foo": "distexp: /proc/foo cannot be made: choose another directory with hydra.sweep.dir=DIR\n",
+    "cluster.hang_timeout_min=1e-9": "cluster.hang_timeout_min=1e-09 must be from 0.01 to below 30000\n",
     "--multirun train.seed=glob(*)": "the sweep has 0 cells: start one with 1 to 100,000 cells\n",
     "repeats=1000000000": "the sweep has 1,000,000,000 cells",
     "hydra=null": "hydra=null is not an option: leave it out\n",
@@ -351,6 +354,7 @@ def test_wrong_command_line_prints_one_message(line: str, tmp_path: Path) -> Non
     assert done.returncode == 2, done.stderr
     assert WRONG[line] in done.stderr
     assert "Traceback" not in done.stdout + done.stderr
+    assert "--cfg and --info" not in done.stderr, "neither was typed"
     assert list(tmp_path.iterdir()) == [], "something was left behind"
 
 
