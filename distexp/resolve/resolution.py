@@ -98,7 +98,7 @@ def check_implied_strategy(config: Config, choices: Choices) -> Iterator[str]:
 
 
 def check_names(config: Config, choices: Choices) -> Iterator[str]:
-    """Yield an error for each name, and the options of a custom strategy, that change nothing but a label.
+    """Yield an error for each name that changes nothing but a label.
 
     A custom option or ``_target_`` may have any name.
     """
@@ -107,8 +107,6 @@ def check_names(config: Config, choices: Choices) -> Iterator[str]:
         is_custom = not str(section._target_ or "distexp.").startswith("distexp.")
         if is_custom or not (conf_dir() / group / f"{option}.yaml").is_file():
             continue
-        if group == "strategy" and section.options:
-            yield f"strategy.options is for custom strategies, but this run has strategy={option}: leave it out"
         if section.name != option and "name" not in getattr(section, "keys", ()):
             typed = f"{group}.name={section.name}"
             chosen = f"model=hf {typed}" if group == "model" else None
@@ -122,7 +120,8 @@ def foreign_options(overrides: Iterable[str], configs: Iterable[Config | None]) 
     Yield none if an invalid cell has no known strategy, if one has a custom strategy, which may read any section, or
     for ``distexp choose``, which varies the strategy.
     """
-    options = [text for text in overrides if key_of(text).partition(".")[0] in strategy_sections()]
+    sections_read = (*strategy_sections(), "strategy.options")
+    options = [text for text in overrides if f"{key_of(text)}.".startswith(tuple(f"{name}." for name in sections_read))]
     known = {config.strategy._target_ if config else "": config for config in configs} if options else {}
     chosen = [config for target, config in known.items() if config and target.startswith("distexp.")]
     if len(chosen) < len(known) or any(config.command == Command.CHOOSE for config in chosen):
@@ -132,7 +131,9 @@ def foreign_options(overrides: Iterable[str], configs: Iterable[Config | None]) 
     used = f"{'this run has' if len(chosen) == 1 else 'these runs have'} strategy={names}"
     for text in options:
         (section, _, name), value = key_of(text).partition("."), plain_value(parse([text])[0].value())
-        if section not in read and value != vars(sections()[section]()).get(name):
+        if section == "strategy":
+            yield f"{format_override(text)} is for custom strategies, but {used}: leave it out"
+        elif section not in read and value != vars(sections()[section]()).get(name):
             needed = f"strategy={section}"
             yield f"{format_override(text)} needs {needed}, but {used}: leave it out, or choose {needed}"
 
