@@ -102,7 +102,7 @@ def run_until_pipe_closes(command: Callable[[], int]) -> int:
     except (BrokenPipeError, SystemExit) as error:
         if not is_closed_output(error):
             raise
-        _discard_output()
+        discard_output()
         return 128 + signal.SIGPIPE
     except ConfigError as error:
         if os.environ.get(TRACE_VARIABLE) == "1":
@@ -117,7 +117,7 @@ def run_until_pipe_closes(command: Callable[[], int]) -> int:
             if sys.stdout is not None:
                 sys.stdout.flush()
         except OSError:
-            _discard_output()
+            discard_output()
         print_error(describe_os_error(error))
         return 1
     except KeyboardInterrupt:
@@ -153,7 +153,7 @@ def is_closed_output(error: BaseException) -> bool:
     )
 
 
-def _discard_output() -> None:
+def discard_output() -> None:
     """Send the rest of the output nowhere, because Python would fail again when it exits."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -165,4 +165,25 @@ def describe_os_error(error: OSError) -> str:
         os.getcwd()
     except FileNotFoundError:
         return "the current folder was deleted: change to another one"
-    return shorten(f"{error.filename}: {error.strerror}" if error.filename else str(error.strerror or error))
+    text = shorten(f"{error.filename}: {error.strerror}" if error.filename else str(error.strerror or error))
+    return name_limit(text)
+
+
+PROCESSES = "the limit of processes is reached: raise it (ulimit -u, or pids.max of the cgroup), or end others"
+
+LIMITS = {
+    "Too many open files": "raise their limit (ulimit -n)",
+    "Resource temporarily unavailable": PROCESSES,
+    "can't start new thread": PROCESSES,
+}
+"""Texts of errors at a limit of the system, with what to do."""
+
+
+def name_limit(message: str) -> str:
+    """Return the message of an error; if it is about a limit of the system, with the limit in the same line."""
+    lines = message.split("\n")
+    for number, line in enumerate(lines):
+        if hint := next((hint for text, hint in LIMITS.items() if text in line and hint not in line), None):
+            lines[number] = f"{line}: {hint}"
+            break
+    return "\n".join(lines)

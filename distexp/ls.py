@@ -25,13 +25,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("folder", type=Path, metavar="FOLDER", nargs="?", default=Path(OUTPUTS))
     parser.add_argument("-n", type=int, metavar="N", default=MOST, help=f"show the newest N sweeps (default: {MOST})")
     options = parser.parse_args(arguments)
+    if options.n < 1:
+        print_error(f"-n {options.n} shows no sweep: write -n N with a number from 1")
+        return 2
     found = (Path(folder, COMMAND) for folder, _, names in walk(options.folder) if COMMAND in names)
     files = sorted(filter(Path.is_file, found), key=lambda file: file.stat().st_mtime)
     if not files:
         problem = f"{options.folder} is a file" if options.folder.is_file() else f"no sweep below {options.folder}"
         print_error(f"{problem}: start a sweep, or give another folder")
         return 2
-    shown = files[-max(1, options.n) :]
+    shown = files[-options.n :]
     console = make_console()
     for file in shown:
         started = datetime.fromtimestamp(file.stat().st_mtime).strftime("%Y-%m-%d %H:%M")

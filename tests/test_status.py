@@ -95,6 +95,8 @@ def test_ls_lists_the_sweeps_of_a_folder(
     assert (command, other) == ("    distexp --multirun zero_stage=1,2", "    distexp plan train.seed=1")
     assert ls.main([str(tmp_path / "sweeps"), "-n", "1"]) == 0
     assert f"1 older sweep: distexp ls {tmp_path / 'sweeps'} -n 2" in capsys.readouterr().out
+    assert ls.main([str(tmp_path / "sweeps"), "-n", "0"]) == 2
+    assert capsys.readouterr().err == "distexp: -n 0 shows no sweep: write -n N with a number from 1\n"
     assert ls.main([str(tmp_path / "none")]) == 2
     assert "no sweep below" in capsys.readouterr().err
 

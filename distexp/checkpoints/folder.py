@@ -6,7 +6,6 @@ and the CRC-32 of each file, so that a damaged checkpoint is detected before it 
 
 import os
 import re
-import shutil
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from distexp.runs.run_dir import CHECKPOINTS
-from distexp.system.files import flush_names, load_json, move_into_place, read_or_none, write_json
+from distexp.system.files import flush_names, load_json, move_into_place, read_or_none, remove, write_json
 
 MANIFEST = "manifest.json"
 KEEP = 2  # number of checkpoints that a run keeps
@@ -137,10 +136,10 @@ def publish(run_dir: Path, step: int) -> None:
     kept = [path for path in known if (step_of(path) or 0) <= step][:KEEP]
     for path in known:
         if path not in kept:
-            shutil.rmtree(path)
+            remove(path, ignore_errors=False)
 
 
 def remove_unfinished(run_dir: Path) -> None:
     """Delete the unfinished checkpoints of attempts that died while writing."""
     for path in (run_dir / CHECKPOINTS).glob(".step-*.tmp"):
-        shutil.rmtree(path)
+        remove(path, ignore_errors=False)

@@ -22,6 +22,7 @@ from distexp.choose.trials import EXCLUDED_STEPS, SearchState, Trials, add_trial
 from distexp.compose.composition import Cell, MakeCell
 from distexp.config import ConfigError
 from distexp.config.overrides import format_count, suggest_command
+from distexp.console.screen import RunConsole
 from distexp.exceptions import InterruptedRunError, MonitoringInterrupted, SweepFailedError, SweepInterrupted
 from distexp.launch.launcher import TrialLauncher
 from distexp.launch.run_dirs import locked_sweep_dir
@@ -41,7 +42,7 @@ def run_choose(
 ) -> None:
     """Search for the best configuration of a command, and print it. Raise SweepFailedError if there is no winner."""
     settings = space.read_settings(cells, master)
-    console = Console(stderr=settings.as_json)
+    console = RunConsole(stderr=settings.as_json)
     for note in (*settings.notes, *search_notes(make, settings)):
         print(f"distexp: {note}", file=sys.stderr)
     with planner or Planner() as source:

@@ -9,7 +9,6 @@ from typing import NoReturn
 
 from hydra._internal.utils import get_args_parser
 from hydra.core.override_parser.types import Override
-from omegaconf import OmegaConf
 
 from distexp.cli.command_warnings import config_dir_warning, ignored_keys
 from distexp.cli.errors import suggest, suggest_key
@@ -18,7 +17,6 @@ from distexp.cli.main import COMMANDS
 from distexp.config import Command, ConfigError
 from distexp.config.keys import (
     RESERVED_KEYS,
-    conf_dir,
     config_groups,
     is_too_long,
     known_keys,
@@ -34,7 +32,6 @@ from distexp.config.overrides import (
     parse,
     plain_value,
     quote_choice,
-    values_of,
 )
 from distexp.exceptions import print_error
 
@@ -112,7 +109,6 @@ def check_sweep(overrides: Sequence[Override], command: Command, *, multirun: bo
             "hydra.run.dir is the directory of a single run, but this is a sweep: set hydra.sweep.dir instead"
         )
     errors += _output_dir_errors(by_key)
-    errors += _model_name_errors(by_key)
     errors += [error for _, error in ignored_keys(overrides, command)]
     errors += [f"{key} cannot be set: {hint}" for key, hint in RESERVED_KEYS.items() if key in by_key]
     errors += [
@@ -167,19 +163,6 @@ def _output_dir_errors(by_key: Mapping[str, Override]) -> list[str]:
         elif str(value) == "~" or str(value).startswith("~/"):
             errors.append(home_message(key, str(value)))
     return errors
-
-
-def _model_name_errors(by_key: Mapping[str, Override]) -> list[str]:
-    """Return an error if ``model.name`` would only rename a model of distexp."""
-    name, model = by_key.get("model.name"), by_key.get("model")
-    if name is None or "experiment" in by_key or "${" in str(name.input_line):
-        return []
-    files = {option: conf_dir() / "model" / f"{option}.yaml" for option in options_of("model")}
-    readers = [option for option, file in files.items() if "name" in OmegaConf.load(file).model.get("keys", ())]
-    if model is not None and not set(map(str, values_of(model))) & set(files) - set(readers):
-        return []
-    text, listed = str(name.input_line), " or ".join(f"model={option}" for option in readers)
-    return [f"{text} does not choose a model, because only {listed} reads model.name: write model=hf {text}"]
 
 
 def _use_sweep_dir(argument: str) -> list[str]:

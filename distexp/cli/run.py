@@ -74,7 +74,8 @@ def _all_errors(arguments: Sequence[str], command: Command, added: Sequence[str]
     value of each override, then with the second ones, and so on.
     """
     found = explain(error)
-    typed = [text for text in arguments if text not in ("-m", "--multirun")]
+    # The values of a pattern are only known to Hydra.
+    typed = [text for text in arguments if text not in ("-m", "--multirun") and "=glob(" not in text]
     previous: list[str] = []
     for position in range(MAX_ERRORS):
         cell = [_value_at(text, position) for text in typed]

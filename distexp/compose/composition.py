@@ -26,7 +26,7 @@ from distexp.exceptions import SweepInterrupted, interruptions_kept
 from distexp.guard.command_line import packages_trusted_by_user
 from distexp.guard.config_files import CheckedConfigLoader, check_trust
 from distexp.resolve import resolve
-from distexp.resolve.resolution import foreign_options
+from distexp.resolve.resolution import foreign_options, shared_folders
 from distexp.resolve.run_id import run_id
 from distexp.runs.predictions import Curve, write_prediction
 from distexp.runs.record import INVALID_ID
@@ -158,6 +158,9 @@ def compose_cells(
     if not resumes:
         given = dict.fromkeys(text for cell in cells for text in cell.overrides if key_of(text) in typed)
         errors += foreign_options(given, [cell.config or cell.decided for cell in cells])
+        typed_of_hydra = cast(list[str], OmegaConf.to_container(master.hydra.overrides.hydra))
+        if any(text.startswith("hydra.sweep.subdir=") for text in typed_of_hydra):
+            errors += shared_folders(cell.composed.hydra for cell in cells)
     if not resumes and not rules.keeps_accumulation:
         errors += dict.fromkeys(replaced_accumulation(cells, typed))
     if errors:

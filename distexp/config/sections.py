@@ -31,7 +31,7 @@ class ClusterConfig:
         None, "Time limit of a run.", unit="minutes", above=0, null="none, or the limit of the Slurm partition"
     )
     hang_timeout_min: float = key(
-        30.0, "Time without progress after which a run counts as hung.", unit="minutes", above=0, below=30_000
+        30.0, "Time without progress after which a run counts as hung.", unit="minutes", at_least=0.01, below=30_000
     )
     debug: bool = key(False, "Enable the debug logs of NCCL and torch.distributed.")
     environment: dict[str, str] = key({}, "Environment variables of the workers only, for example `NCCL_*`.")

@@ -29,14 +29,14 @@ from distexp.console.run_summary import (
     summary_lines,
 )
 from distexp.console.sweep_table import InvalidCells, RunLine, SweepProgress
-from distexp.exceptions import printable
+from distexp.exceptions import discard_output, printable
 from distexp.report.data.overview import Overview
 from distexp.report.overview_table import ExerciseTables, build_overview_table
 from distexp.runs.attempts import ERROR_HEADING
 from distexp.runs.events import read_rank_progress
 from distexp.runs.record import RunRecord, RunSpec
 from distexp.runs.run_dir import EVENTS, METRICS, OPERATORS, RANK_LOG, RECORD, TRIALS_LOG, memory_trace_path
-from distexp.runs.texts import failure_text
+from distexp.runs.texts import failure_text, print_despite_full_disk
 from distexp.system.files import Tail
 from distexp.tables.columns import live_display, shows_live_lines
 
@@ -113,6 +113,21 @@ class LiveRun:
         self.console.print(text, highlight=False, soft_wrap=True)
 
 
+class RunConsole(Console):
+    """A console whose command continues without output if standard output cannot be written, as on a full disk."""
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        """Print objects. Raise BrokenPipeError if the program that read the output has ended."""
+        try:
+            super().print(*objects, **options)
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            discard_output()
+            lost = f"standard output cannot be written ({error.strerror}), so the command continues without it"
+            print_despite_full_disk(f"distexp: warning: {lost}")
+
+
 class Screen:
     """Output of one command: a progress bar on a terminal, else plain lines.
 
@@ -121,7 +136,7 @@ class Screen:
 
     def __init__(self, total: int, sweep_dir: Path, *, invalid: Sequence[str] = ()) -> None:
         """Create the screen of a command, given the reason of each invalid cell."""
-        self.console = Console(emoji=False)  # A path or a log may contain ``:key:``.
+        self.console: Console = RunConsole(emoji=False)  # A path or a log may contain ``:key:``.
         self.total, self.sweep_dir = total, sweep_dir
         self.sweep = SweepProgress(total, total - len(invalid))
         self.invalid = InvalidCells(invalid)

@@ -20,6 +20,7 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, Any
 
+from distexp.exceptions import name_limit
 from distexp.launch.failures import HANG_CODE, STOPPED_CODE, TIMEOUT_CODE, encode_group_code, inspect_workers
 from distexp.launch.node_setup import is_simulated, lacks_gpus, lacks_operators, node_gpus, worker_environment
 from distexp.measure.memory.sampler import Sampler
@@ -35,6 +36,9 @@ GRACE_S = 4.0
 
 RENDEZVOUS_TIMEOUT_S = 120.0
 POLL_S = 0.1
+SUSPENDED_S = 5.0
+"""Time between two checks of the limits after which the run counts as suspended, as by SIGSTOP or a closed lid."""
+
 OWN_SIGTERM_S = 1.0
 """Time in which the agent's own SIGTERM arrives, if Slurm ended the job: Slurm signals every process of it."""
 
@@ -83,7 +87,7 @@ def raise_stopped(number: int, frame: FrameType | None) -> None:
 def write_start_error(run_dir: Path, node: int, error: OSError) -> None:
     """Write why the agent could not start the workers, for example because the disk is full."""
     name = "NoRendezvous" if isinstance(error, NoRendezvousError) else type(error).__name__
-    found = RunError(name, str(error), "setup")
+    found = RunError(name, name_limit(str(error)), "setup")
     if texts.is_full_disk(error):
         found = texts.full_disk_error(error, run_dir, "setup")
     texts.release_reserve(run_dir)
@@ -155,8 +159,11 @@ def watch(
     peer_failed: Callable[[], bool] = lambda: False,
 ) -> int:
     """Wait until the workers end, exceed their time or hang, or another node fails; return the agent's exit code."""
+    checked, resumed = time.time(), started
     while (code := group.poll()) is None:
-        exceeded = _exceeded_limit(spec, run_dir, started)
+        previous, checked = checked, time.time()
+        resumed = checked if checked - previous > SUSPENDED_S else resumed
+        exceeded = _exceeded_limit(spec, run_dir, started, resumed)
         if exceeded == HANG_CODE:
             inspect_workers(group.pid, run_dir, node)
         if exceeded is not None:
@@ -169,18 +176,18 @@ def watch(
     return encode_group_code(code)
 
 
-def _exceeded_limit(spec: RunSpec, run_dir: Path, started: float) -> int | None:
+def _exceeded_limit(spec: RunSpec, run_dir: Path, started: float, resumed: float = 0.0) -> int | None:
     """Return the exit code for the time limit or the hang timeout if the run has exceeded it, else None.
 
     The time limit starts again at the end of the build of DeepSpeed's operators. The hang timeout is for the time
-    without a step or a new phase, which rank 0 reports by its heartbeat. The timeout of collectives is longer, see
-    ``distributed.process_group``.
+    without a step or a new phase, which rank 0 reports by its heartbeat. It starts again if the run was suspended until
+    ``resumed``. The timeout of collectives is longer, see ``distributed.process_group``.
     """
     cluster, now = spec.config.cluster, time.time()
     limit_s = cluster.timeout_min * 60 if cluster.timeout_min else float("inf")
     if now - max(started, run_state.last_build_step(run_dir)) > limit_s:
         return TIMEOUT_CODE
-    if now - max(started, run_state.last_heartbeat(run_dir)) > cluster.hang_timeout_min * 60:
+    if now - max(started, resumed, run_state.last_heartbeat(run_dir)) > cluster.hang_timeout_min * 60:
         return HANG_CODE
     return None
 

@@ -12,13 +12,14 @@ from typing import Any, NamedTuple
 import psutil
 
 from distexp.config.overrides import join_first
+from distexp.exceptions import name_limit
 from distexp.measure.memory.sampler import run_traces
 from distexp.measure.stragglers import read_gpu_evidence
 from distexp.runs import attempts, texts
 from distexp.runs.events import ranks_behind, read_phase_events, read_rank_progress
 from distexp.runs.record import RunRecord, RunSpec
 from distexp.runs.record_sections import RunError
-from distexp.runs.run_dir import EVENTS, OOM_KILLS, OOM_MARK, STOPPED_RANKS, WORKER_EXITS
+from distexp.runs.run_dir import EVENTS, GROUP_LOG, OOM_KILLS, OOM_MARK, STOPPED_RANKS, WORKER_EXITS
 from distexp.system import files, processes
 from distexp.system.cgroups import oom_kills
 
@@ -73,7 +74,11 @@ def _worker_cause(directory: Path, phase: str | None) -> Cause:
     if first is None:
         codes = ", ".join(f"rank {end['rank']}: {end['code']}" for end in _worker_ends(directory) if end["code"])
         message = f"no rank reported an error (exit codes: {codes or 'none'}): see logs/node*/*.log"
+        printed = [line for path in GROUP_LOG.find(directory) for line in path.read_text(errors="replace").splitlines()]
+        if last := next(filter(str.strip, reversed(printed)), None):
+            message += f", where the parent process of the workers printed last: {name_limit(last.strip())}"
         return Cause("failed", RunError("WorkerDied", message, phase))
+    first.message = name_limit(first.message)
     return Cause(texts.out_of_memory_status(first.type, first.message) or "failed", first)
 
 

@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
@@ -178,7 +178,8 @@ def locked_sweep_dir(master: DictConfig, cells: int) -> Iterator[Path]:
     It gets Hydra's ``multirun.yaml``, and the command line for ``distexp resume``. Those of a resumed sweep are kept.
     Raise ConfigError if links lead out of a foreign sweep, or if another command runs a sweep there.
     """
-    chosen = any(text.startswith("hydra.sweep.dir=") for text in master.hydra.overrides.hydra)
+    typed = cast(list[str], OmegaConf.to_container(master.hydra.overrides.hydra))  # without its references
+    chosen = any(text.startswith("hydra.sweep.dir=") for text in typed)
     if master.sweep.resume:
         check_files(Path(master.hydra.sweep.dir))
     sweep_dir = claim_sweep_dir(Path(master.hydra.sweep.dir), chosen_by_user=chosen)
@@ -194,10 +195,13 @@ def locked_sweep_dir(master: DictConfig, cells: int) -> Iterator[Path]:
 
 def claim_sweep_dir(wanted: Path, *, chosen_by_user: bool) -> Path:
     """Create the directory of a sweep. If another command has just taken the default one, add a suffix."""
-    wanted.parent.mkdir(parents=True, exist_ok=True)
-    if chosen_by_user:
-        wanted.mkdir(exist_ok=True)
-        return wanted
+    try:
+        wanted.parent.mkdir(parents=True, exist_ok=True)
+        if chosen_by_user:
+            wanted.mkdir(exist_ok=True)
+            return wanted
+    except FileNotFoundError:
+        raise ConfigError(f"{wanted} cannot be made: choose another directory with hydra.sweep.dir=DIR") from None
     for attempt in itertools.count(1):
         candidate = wanted if attempt == 1 else wanted.with_name(f"{wanted.name}_{attempt}")
         with suppress(FileExistsError):

@@ -4,7 +4,8 @@ import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from functools import lru_cache, partial
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 from omegaconf import MISSING, DictConfig, MissingMandatoryValue, OmegaConf, open_dict
 from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException
@@ -16,6 +17,7 @@ from distexp.config.keys import (
     conf_dir,
     explain_missing,
     get_value,
+    options_of,
     reference_errors,
     schema_fields,
     sections,
@@ -95,13 +97,31 @@ def check_implied_strategy(config: Config, choices: Choices) -> Iterator[str]:
             )
 
 
+def check_names(config: Config, choices: Choices) -> Iterator[str]:
+    """Yield an error for each name that changes nothing but a label.
+
+    A custom option or ``_target_`` may have any name.
+    """
+    for group in ("strategy", "engine", "dataset", "cluster", "tracker", "model"):
+        section, option = getattr(config, group), choices.get(group)
+        is_custom = not str(section._target_ or "distexp.").startswith("distexp.")
+        if is_custom or not (conf_dir() / group / f"{option}.yaml").is_file():
+            continue
+        if section.name != option and "name" not in getattr(section, "keys", ()):
+            typed = f"{group}.name={section.name}"
+            chosen = f"model=hf {typed}" if group == "model" else None
+            chosen = f"{group}={section.name}" if section.name in options_of(group) else chosen
+            yield f"{typed} only renames {group}={option}: {f'write {chosen}, or ' if chosen else ''}leave it out"
+
+
 def foreign_options(overrides: Iterable[str], configs: Iterable[Config | None]) -> Iterator[str]:
     """Yield an error for each override in the section of a strategy that no cell has, unless it has its default.
 
     Yield none if an invalid cell has no known strategy, if one has a custom strategy, which may read any section, or
     for ``distexp choose``, which varies the strategy.
     """
-    options = [text for text in overrides if key_of(text).partition(".")[0] in strategy_sections()]
+    sections_read = (*strategy_sections(), "strategy.options")
+    options = [text for text in overrides if f"{key_of(text)}.".startswith(tuple(f"{name}." for name in sections_read))]
     known = {config.strategy._target_ if config else "": config for config in configs} if options else {}
     chosen = [config for target, config in known.items() if config and target.startswith("distexp.")]
     if len(chosen) < len(known) or any(config.command == Command.CHOOSE for config in chosen):
@@ -111,9 +131,27 @@ def foreign_options(overrides: Iterable[str], configs: Iterable[Config | None]) 
     used = f"{'this run has' if len(chosen) == 1 else 'these runs have'} strategy={names}"
     for text in options:
         (section, _, name), value = key_of(text).partition("."), plain_value(parse([text])[0].value())
-        if section not in read and value != vars(sections()[section]()).get(name):
+        if section == "strategy":
+            yield f"{format_override(text)} is for custom strategies, but {used}: leave it out"
+        elif section not in read and value != vars(sections()[section]()).get(name):
             needed = f"strategy={section}"
             yield f"{format_override(text)} needs {needed}, but {used}: leave it out, or choose {needed}"
+
+
+def shared_folders(nodes: Iterable[DictConfig]) -> Iterator[str]:
+    """Yield an error for the first of the ``hydra`` nodes of cells whose run would have the folder of another one."""
+    numbers: dict[Path, int] = {}
+    for number, node in enumerate(nodes):
+        node.job.num = number
+        if (other := numbers.setdefault(Path(node.sweep.subdir), number)) != number:
+            typed = cast(dict[str, Any], OmegaConf.to_container(node.sweep))["subdir"]
+            yield (
+                f"hydra.sweep.subdir={typed} is the folder of run {other} and of run {number}: give each run a folder, "
+                "as in hydra.sweep.subdir='run_${hydra.job.num}'"
+                if typed != "."  # set by hydra.run.dir
+                else "hydra.run.dir is the directory of a single run, but this is a sweep: set hydra.sweep.dir instead"
+            )
+            return
 
 
 @lru_cache(maxsize=256)
@@ -191,7 +229,10 @@ def resolve(composed: DictConfig, choices: Choices) -> Config:
     """Return the typed configuration with every open value decided, or raise ConfigError with the errors of a stage."""
     config = to_dataclasses(composed)
     try:
-        run_steps(config, (*SECTION_CHECKS, partial(check_implied_strategy, choices=choices)))
+        run_steps(
+            config,
+            (*SECTION_CHECKS, *(partial(check, choices=choices) for check in (check_implied_strategy, check_names))),
+        )
     except ConfigError as error:
         if error.errors == list(check_values(config)):
             raise ConfigError([*error.errors, *_other_errors(config, error.errors)], config) from None

@@ -72,7 +72,9 @@ def _training_settings(config: Config) -> dict[str, Any]:
         section, _, name = key.rpartition(".")
         path = settings.get(section, {}).get(name)
         holds_data = info_of(spec).path in ("file", "folder") or key == "dataset.path"
-        if holds_data and path is not None and (found := sorted(glob.glob(path, recursive=True)) or [path]):
+        if holds_data and path is not None:
+            # A file may be named like a pattern.
+            found = [path] if os.path.exists(path) else sorted(glob.glob(path, recursive=True)) or [path]
             known = [fingerprint(match) for match in found if os.path.exists(match)]
             settings[section][name] = (known[0] if found == [path] else known) if known else path
     if not config.adapter.freezes_model:

@@ -30,6 +30,22 @@ def cache_dir() -> Path:
         ) from None
 
 
+def check_configured_cache() -> None:
+    """Raise ConfigError if ``$DISTEXP_CACHE`` is no folder and cannot become one. Each run would fail otherwise."""
+    if os.environ.get("DISTEXP_CACHE"):
+        try:
+            cache_dir().mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise _unusable(cache_dir(), error) from error
+
+
+def _unusable(folder: Path, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"cannot write to the cache directory {folder} ({error.strerror}): "
+        "set the environment variable DISTEXP_CACHE to a writable directory"
+    )
+
+
 def file_name(text: str) -> str:
     """Return a text, such as the name of a GPU, as the name of a file in the cache."""
     return re.sub(r"[^A-Za-z0-9.+]+", "-", text)
@@ -47,10 +63,7 @@ def build_once(path: Path, build: Callable[[Path], None]) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         lock = (path.parent / f".{path.name}.lock").open("w")
     except OSError as error:
-        raise ConfigError(
-            f"cannot write to the cache directory {path.parent} ({error.strerror}): "
-            "set the environment variable DISTEXP_CACHE to a writable directory"
-        ) from error
+        raise _unusable(path.parent, error) from error
     with lock:
         locked = True
         try:

@@ -56,15 +56,15 @@ def _temporary(path: Path) -> Iterator[Path]:
 
 def move_into_place(temporary: Path, path: Path) -> None:
     """Rename a complete file or folder to ``path``, and replace what is there."""
-    if path.is_dir():
-        shutil.rmtree(path)
+    if path.is_dir() or temporary.is_dir():  # A folder replaces neither a folder with files nor a link.
+        remove(path, ignore_errors=False)
     temporary.replace(path)
 
 
-def remove(path: Path) -> None:
-    """Remove a file, or a folder with all its content. Ignore one that does not exist."""
-    if path.is_dir():
-        shutil.rmtree(path, ignore_errors=True)
+def remove(path: Path, *, ignore_errors: bool = True) -> None:
+    """Remove a file, a link, or a folder with all its content. Ignore one that does not exist."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=ignore_errors)
     else:
         path.unlink(missing_ok=True)
 

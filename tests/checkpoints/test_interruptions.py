@@ -203,3 +203,17 @@ def test_the_checkpoint_of_train_resume_is_part_of_the_run_id(tmp_path: Path) ->
     disk.write_manifest(disk.checkpoint_dir(tmp_path / "copy", 4), meta, {"file": (1, 3)}, {})
     shutil.move(tmp_path / "copy", tmp_path / "other")
     assert make_spec(f"train.resume={tmp_path}/other").run.id != resumed
+
+
+def test_a_checkpoint_that_was_moved_and_linked_is_removed_as_a_link(tmp_path: Path) -> None:
+    moved = tmp_path / "moved"
+    (moved / "engine").mkdir(parents=True)
+    (tmp_path / "checkpoints").mkdir()
+    for link in (disk.checkpoint_dir(tmp_path, 1), disk.checkpoint_dir(tmp_path, 2), disk.tmp_dir(tmp_path, 9)):
+        link.symlink_to(moved)
+    disk.remove_unfinished(tmp_path)
+    for step in (2, 3):  # The first replaces a link, the second removes one.
+        disk.tmp_dir(tmp_path, step).mkdir()
+        disk.publish(tmp_path, step)
+    assert [path.name for path in sorted((tmp_path / "checkpoints").iterdir())] == ["step-00000002", "step-00000003"]
+    assert (moved / "engine").is_dir()

@@ -37,7 +37,7 @@ CELLS: dict[tuple[str, int], dict[str, tuple[str, ...]]] = {
         "no_checkpoints": ("strategy=ddp", "train.checkpoint_every=null"),
     },
     ("deepspeed", 2): {
-        **{f"zero{stage}": (f"zero_stage={stage}",) for stage in (0, 1, 2, 3)},
+        **{f"zero[{stage}]": (f"zero_stage={stage}",) for stage in (0, 1, 2, 3)},  # DeepSpeed matches folders
         "zero3_offload": ("zero_stage=3", "offload=true"),
         "zero0_bf16": ("zero_stage=0", "precision=bf16"),
         "zero0_fp16": ("zero_stage=0", FP16),

@@ -121,10 +121,13 @@ WRONG = {  # command lines, with a part of their message
     "model=resnet_tiny dataset=squad_sample": "or dataset=tinyimagenet_sample, tinyimagenet, image_folder or synthetic",
     "dataset=tinyimagenet": "or resnet50, or dataset=squad_sample, squad, text, chat or synthetic",
     "model=hf": "model.name is required: set it to a hub id or a folder, for example model.name=bigscience/bloom-560m",
-    "model.name=gpt2": "model=timm or model=torchvision reads model.name: write model=hf model.name=gpt2\n",
+    "model.name=gpt2": "only renames model=bloom_tiny: write model=hf model.name=gpt2, or leave it out\n",
+    "strategy.name=fsdp": "strategy.name=fsdp only renames strategy=ddp: write strategy=fsdp, or leave it out\n",
+    "tracker.name=x": "tracker.name=x only renames tracker=none: leave it out\n",
+    "strategy=ddp strategy.options.a=1": "strategy.options.a=1 is for custom strategies, but this run has strategy=ddp",
+    "strategy=ddp strategy.options={a:1}": "={a:1} is for custom strategies, but this run has",
     "model=torchvision model.name=resnet18 dataset=image_folder": "dataset=image_folder needs data: set dataset.path",
     "dataset=text dataset.path=": "dataset.path= is empty, as after an unset variable: give a value, or leave it out\n",
-    "--multirun model=hf,gpt_tiny model.name=gpt2": "model.name=gpt2 does not choose a model",
     "cluster.environment.A=b=c": "distexp: cluster.environment.A=b=c needs quotes: write \"cluster.environment.A='b=c",
     "cluster.environment.OMP_NUM_THREADS=1": "may not set OMP_NUM_THREADS: set cluster.cpus_per_worker instead\n",
     "name=a`b": "distexp: name=a`b needs quotes: write 'name='\"'\"'a`b'\"'\"''\n",
@@ -157,6 +160,11 @@ WRONG = {  # command lines, with a part of their message
     "--multirun experiment=deepspeed/zero_stages,x": "cannot be swept",
     "--multirun cluster=local,slurm": "cluster=local,slurm cannot be swept",
     "--multirun strategy=ddp,fsdp hydra.run.dir=here": "set hydra.sweep.dir instead",
+    "--multirun train.seed=1,2 hydra.sweep.subdir=same": "hydra.sweep.subdir=same is the folder of run 0 and of run 1",
+    "experiment=deepspeed/zero_stages hydra.run.dir=here": "set hydra.sweep.dir instead",
+    "--multirun strategy=glob(d*) cluster.dry_run=true": "distexp: cluster.dry_run=true is for Slurm only",
+    "hydra.run.dir=/proc/foo": "distexp: /proc/foo cannot be made: choose another directory with hydra.sweep.dir=DIR\n",
+    "cluster.hang_timeout_min=1e-9": "cluster.hang_timeout_min=1e-09 must be from 0.01 to below 30000\n",
     "--multirun train.seed=glob(*)": "the sweep has 0 cells: start one with 1 to 100,000 cells\n",
     "repeats=1000000000": "the sweep has 1,000,000,000 cells",
     "hydra=null": "hydra=null is not an option: leave it out\n",
@@ -350,6 +358,7 @@ def test_wrong_command_line_prints_one_message(line: str, tmp_path: Path) -> Non
     assert done.returncode == 2, done.stderr
     assert WRONG[line] in done.stderr
     assert "Traceback" not in done.stdout + done.stderr
+    assert "--cfg" in line or "--cfg and --info" not in done.stderr, "neither was typed"
     assert list(tmp_path.iterdir()) == [], "something was left behind"
 
 

@@ -101,3 +101,15 @@ def test_a_run_without_room_to_start_is_found_by_every_command_and_can_be_resume
     subprocess.run(["mount", "-o", "remount,size=9m", str(disk)], check=True)
     assert main(["resume", str(sweep)]) == 0
     assert RunRecord.read(sweep / "0" / "record.json").status == "completed"
+
+
+def test_a_cache_that_is_no_folder_is_refused_before_the_first_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("DISTEXP_CACHE", "/dev/null")
+    assert main([f"hydra.sweep.dir={tmp_path}/sweep", *SMALL]) == 2
+    assert capsys.readouterr().err == (
+        "distexp: cannot write to the cache directory /dev/null (File exists): set the environment variable "
+        "DISTEXP_CACHE to a writable directory\n"
+    )
+    assert not (tmp_path / "sweep").exists()

@@ -12,6 +12,7 @@ import pytest
 
 from distexp import status
 from distexp.cli.main import main
+from distexp.console.screen import Screen
 from tests.helpers.records import record, write
 
 
@@ -28,6 +29,18 @@ def test_a_full_output_is_an_error_without_a_traceback(
         monkeypatch.setattr(sys, "stdout", full)
         assert main(["status", str(tmp_path)]) == 1
     assert capsys.readouterr().err == "distexp: No space left on device\n"
+
+
+def test_runs_continue_if_the_output_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with Path("/dev/full").open("w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        screen = Screen(1, tmp_path)
+        for line in ("lost", "lost too"):
+            screen.print(line)
+    lost = "standard output cannot be written (No space left on device), so the command continues without it"
+    assert capfd.readouterr().err == f"distexp: warning: {lost}\n"
 
 
 @pytest.mark.parametrize("command", ["status", "help"])

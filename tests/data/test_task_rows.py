@@ -117,9 +117,9 @@ def test_classes_have_the_names_that_the_library_datasets_knows(form: str, tmp_p
     if form == "saved":
         saved.save_to_disk(path)
     else:
-        path = path.with_suffix(".parquet")
+        path = path.with_name("rows[1].parquet")  # no pattern
         saved.to_parquet(path)
-    data = load(tmp_path, "sequence_classification", [], f"dataset.path={path}")
+    data = load(tmp_path, "sequence_classification", [], f"dataset.path='{path}'")
     assert (data.num_classes, list(data.class_names)) == (3, ["so-so", "bad", "good"])  # no row is good
     assert {int(data.collate([data.train[index]]).labels[0]) for index in range(len(data.train))} == {0, 1}
 

@@ -8,15 +8,18 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import cast
 
 import pytest
 
+from distexp.launch import agent
 from distexp.launch.agent import watch
 from distexp.launch.failures import HANG_CODE, classify_failure
 from distexp.runs.events import Events, ProgressWriter
 from distexp.runs.record import RunSpec
 from distexp.runs.record_sections import RunError
 from distexp.runs.run_dir import log_dir
+from distexp.system.processes import WatchedProcess
 from tests.helpers.runs import REPOSITORY, make_spec
 
 WORKERS = """
@@ -103,3 +106,19 @@ def test_a_stopped_worker_is_named(spec: RunSpec, tmp_path: Path) -> None:
     error = cause(tmp_path, spec)
     assert (error.rank, error.phase) == (1, "train")
     assert error.message.startswith("rank 1 in phase train after step 7 is stopped by a signal (SIGSTOP)")
+
+
+def test_a_run_that_was_suspended_has_no_hang(spec: RunSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Group:
+        """Workers that are suspended with their agent, and end after they have continued."""
+
+        pid, seconds = os.getpid(), [0.0, 0.8, 0.0]
+
+        def poll(self) -> int | None:
+            if not self.seconds:
+                return 0
+            time.sleep(self.seconds.pop(0))
+            return None
+
+    monkeypatch.setattr(agent, "SUSPENDED_S", 0.5)
+    assert watch(cast(WatchedProcess, Group()), spec, tmp_path, 0, time.time()) == 0

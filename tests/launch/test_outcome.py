@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import time
 from dataclasses import asdict
@@ -10,8 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from distexp import exceptions
 from distexp.checkpoints.folder import checkpoint_dir, tmp_dir
 from distexp.launch import run_dirs
+from distexp.launch.agent import write_start_error
 from distexp.launch.failures import HANG_CODE, STOPPED_CODE
 from distexp.launch.outcome import finalize_run, invalid_record, start_attempt
 from distexp.launch.slurm.client import JobState
@@ -20,7 +23,7 @@ from distexp.runs.attempts import NO_RECORD
 from distexp.runs.metrics import Metrics
 from distexp.runs.record import RunRecord, RunSpec
 from distexp.runs.record_sections import package_version
-from distexp.runs.run_dir import DISK_RESERVE, RECORD, RESULT
+from distexp.runs.run_dir import DISK_RESERVE, GROUP_LOG, RECORD, RESULT
 from distexp.worker.rank import write_outcome
 from tests.helpers.runs import make_spec
 from tests.helpers.small_disk import fill, small_disk
@@ -68,6 +71,20 @@ def test_a_failed_agent_outweighs_the_result(
     assert (record.status, record.error.type) == expected
     assert not (tmp_path / RESULT).exists()
     assert not (tmp_path / DISK_RESERVE).exists()
+
+
+def test_a_limit_of_the_system_is_named_also_if_only_the_log_has_it(spec: RunSpec, tmp_path: Path) -> None:
+    start_attempt(spec, tmp_path)
+    log = GROUP_LOG.path(tmp_path, 0)
+    log.parent.mkdir(parents=True)
+    log.write_text("Traceback ...\nBlockingIOError: [Errno 11] Resource temporarily unavailable\n\n")
+    error = finalize_run(spec, tmp_path, {0: 1}, time.time()).error
+    assert error is not None
+    assert error.message.endswith("Resource temporarily unavailable: " + exceptions.PROCESSES)
+    write_start_error(tmp_path, 0, OSError(errno.EMFILE, "Too many open files"))
+    error = finalize_run(spec, tmp_path, {0: 1}, time.time()).error
+    assert error is not None
+    assert error.message == "[Errno 24] Too many open files: raise their limit (ulimit -n)"
 
 
 def test_the_result_of_an_earlier_attempt_is_archived(spec: RunSpec, tmp_path: Path) -> None:

@@ -39,9 +39,10 @@ def test_run_ids_stay_those_of_finished_runs(overrides: tuple[str, ...], expecte
 
 def test_run_id_depends_on_the_content_of_the_data(tmp_path_factory: pytest.TempPathFactory) -> None:
     def identity(text: str) -> str:
-        path = tmp_path_factory.mktemp("data") / "squad.json"
+        path = tmp_path_factory.mktemp("data") / "squad[1].json"
         path.write_text(text)
-        return run_id(resolve_cell("dataset=squad", f"dataset.train_path={path}", f"dataset.eval_path={path}"))
+        path.with_name("squad1.json").write_text("another file, which the name would match as a pattern")
+        return run_id(resolve_cell("dataset=squad", f"dataset.train_path='{path}'", f"dataset.eval_path='{path}'"))
 
     question = {"id": "1", "question": "Who?", "answers": [{"text": "Ada", "answer_start": 0}]}
     text = json.dumps({"data": [{"paragraphs": [{"context": "Ada wrote it.", "qas": [question]}]}]})

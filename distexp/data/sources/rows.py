@@ -326,8 +326,8 @@ def _read(table: Table, dataset: DatasetConfig, form: RowFormat) -> Iterator[Row
 def _stream_parquet(file: Path) -> Any:
     from datasets import load_dataset
 
-    folder = str(cache_dir() / "datasets")
-    return load_dataset("parquet", data_files=str(file), split="train", streaming=True, cache_dir=folder)
+    folder, name = str(cache_dir() / "datasets"), glob.escape(str(file))  # The library takes a name as a pattern.
+    return load_dataset("parquet", data_files=name, split="train", streaming=True, cache_dir=folder)
 
 
 def _read_batches(data: Any, label: str) -> Iterator[Row]:

@@ -132,6 +132,7 @@ def cancel_local(sweep_dir: Path, found: Sequence[ExistingRun]) -> Cancelled:
     for pid in {launcher.pid for launcher in launchers.values() if launcher.is_alive}:
         try:
             os.kill(pid, signal.SIGTERM)
+            os.kill(pid, signal.SIGCONT)  # One that was stopped, as by Ctrl-Z, handles no signal before.
         except ProcessLookupError:
             continue
         except PermissionError:

@@ -24,7 +24,7 @@ from distexp.models import shared_weights
 from distexp.runs.record import RunSpec
 from distexp.runs.run_dir import GROUP_LOG
 from distexp.system import cgroups, files
-from distexp.system.processes import end_tree, message_pair, send, start_module
+from distexp.system.processes import end_tree, message_pair, send, start_module, wait_until
 from distexp.system.units import MIB
 from distexp.worker.preload import COMPILER, declared_preloads, own_modules, own_modules_of
 
@@ -75,6 +75,10 @@ class SharedNode:
             os.close(self.weights)
 
 
+END_S = 2.0
+"""Time for the end of a process that has closed its connections."""
+
+
 class SharedStart:
     """Context manager for local runs, whose workers are forked from processes that have imported the libraries.
 
@@ -118,7 +122,8 @@ class SharedStart:
     def _death_of(self, run_dir: Path, node: int) -> int:
         """Return the exit code of an agent that has lost its workers, and add the output of their origin to the log."""
         shared = self._nodes[node].processes[-1]
-        if not shared.has_ended:  # Only the workers were killed.
+        # It closes its connections some time before its end. If it does not end, only the workers were killed.
+        if not wait_until(lambda: shared.has_ended, END_S):
             return LOST_CODE
         shared.output.seek(0)
         with GROUP_LOG.path(run_dir, node).open("a") as log:

@@ -19,12 +19,14 @@ from distexp.launch.local.shared_start import SharedStart
 from distexp.launch.run_dirs import AssignedRun, locked_sweep_dir, package_git_state
 from distexp.runs.record import RunSpec
 from distexp.runs.record_sections import RunInfo
+from distexp.system.cache_dir import check_configured_cache
 from distexp.system.cgroups import usable_memory
 from distexp.system.units import MIB, format_memory
 
 
 def run_sweep(sweep: Sweep, agent_command: AgentCommand) -> list[JobReturn]:
-    """Run every cell, even if others fail. The errors are those of ``run_cells`` and ``refuse_too_many_processes``."""
+    """Run every cell, even if others fail. Raise what ``run_cells`` and the checks raise."""
+    check_configured_cache()
     cells, master = sweep.cells, sweep.master
     if not master.sweep.resume:  # An invalid cell would match no run that the sweep has already.
         refuse_too_many_processes(cells)
@@ -58,6 +60,7 @@ class LocalTrials(TrialLauncher):
         from distexp.console.screen import TrialScreen
         from distexp.launch.local.runner import CellRunner
 
+        check_configured_cache()
         labels: dict[int, str] = {}
         screen = TrialScreen(sweep_dir, console, labels)
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from statistics import fmean, multimode
 from typing import Any
 
+from distexp.exceptions import name_limit
 from distexp.measure.memory import gpu_reader, process_tree
 from distexp.measure.run_energy import CpuEnergyReader
 from distexp.runs.events import PhaseEvent, PhaseTail, phase_at, read_phase_events
@@ -67,12 +68,16 @@ class Sampler:
         self._thread = threading.Thread(target=self._run, name="memory-sampler", daemon=True)
 
     def __enter__(self) -> Sampler:
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError as error:  # The limit of processes is reached.
+            self._warn("start", f"{name_limit(str(error))}. This run has no memory trace")
         return self
 
     def __exit__(self, *_: object) -> None:
         self._stopped.set()
-        self._thread.join(STOP_TIMEOUT_S)
+        if self._thread.ident is not None:
+            self._thread.join(STOP_TIMEOUT_S)
         if self._thread.is_alive():
             self._warn("stop", f"the last sample takes more than {STOP_TIMEOUT_S:.0f} s and is skipped")
 

@@ -371,6 +371,18 @@ def test_failure_is_reported_once_and_stops_nothing(tmp_path: Path, capsys: pyte
     assert len(summary.notes) == 1
 
 
+def test_a_run_without_a_free_thread_has_no_trace(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(thread: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr("threading.Thread.start", refuse)
+    with Sampler(path=tmp_path / "node0.csv", interval_s=INTERVAL_S):
+        pass
+    assert "can't start new thread: the limit of processes is reached: raise it (ulimit -u" in capsys.readouterr().err
+
+
 def test_lost_samples_leave_a_gap(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
