@@ -58,7 +58,7 @@ def test_every_key_and_field_has_a_meaning() -> None:
 
 def test_accepted_values_are_described_from_the_schema() -> None:
     assert describe_values("train.max_steps") == "an integer or null"
-    assert describe_values("train.schedule") == "one of linear, step, constant"
+    assert describe_values("train.schedule") == "one of linear, cosine, step, constant"
     assert describe_values("train.nonsense") is None
 
 
