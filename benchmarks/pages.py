@@ -233,15 +233,18 @@ def checks_table(name: str) -> str:
 
 
 def parts_table(name: str) -> str:
-    """Return the parts of the median step in a file of ``benchmarks/explain.py``, in ms. A row is a rank of a run."""
-    runs = [run for run in json.loads((RESULTS / name).read_text())["runs"] if run["step_breakdown"]]
+    """Return the parts of the median step in a file of explain.py or any_model.py, in ms. A row is a rank of a run."""
+    content = json.loads((RESULTS / name).read_text())
+    runs = [run for run in (content if isinstance(content, list) else content["runs"]) if run.get("step_breakdown")]
     ranks = [(run, rank) for run in runs for rank in run["step_breakdown"]]
     parts = [part for part in PARTS if any(rank.get(f"{part}_ms") for _, rank in ranks)]
     rows = []
     for run, rank in ranks:
         times = [rank.get(f"{part}_ms") or 0.0 for part in parts]
-        steps = (1000 * run["step_time_s"]["p50"], rank["profiled_step_ms"])
-        rows.append([f"{run['check']}, {run['name']}", str(rank["rank"]), *(f"{ms:.1f}" for ms in (*times, *steps))])
+        median_ms = 1000 * run["step_time_s"]["p50"] if "step_time_s" in run else run["step_ms"]
+        steps = (median_ms, rank["profiled_step_ms"])
+        label = f"{run['check']}, {run['name']}" if "check" in run else f"{run['model']} {run['micro_batch']}"
+        rows.append([label, str(rank["rank"]), *(f"{ms:.1f}" for ms in (*times, *steps))])
     titles = [PARTS[part] for part in parts]
     return markdown(("run", "rank", *titles, "median step", "profiled step"), rows, text=(0,))
 
@@ -255,6 +258,7 @@ def tables(page: str) -> dict[str, str]:
             "loops": loops_table("any_model_h100.json"),
             "loops H200": loops_table("any_model_h200.json"),
             "large batches": sizes_table("large_batches_h200.json"),
+            "large batches, parts": parts_table("large_batches_h200.json"),
             "dense": sizes_table("dense_h200.json"),
             "float8": options_table("float8_h200.json"),
             "activations": options_table("activations_h200.json"),

@@ -7,7 +7,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import IO, Any
 
 LONG = re.compile(r"\S{1000,}")
 """A value that is too long for a message, such as a number of thousands of digits."""
@@ -153,10 +153,11 @@ def is_closed_output(error: BaseException) -> bool:
     )
 
 
-def discard_output() -> None:
+def discard_output(stream: IO[str] | None = None) -> None:
     """Send the rest of the output nowhere, because Python would fail again when it exits."""
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    stream = stream or sys.stdout
+    if isinstance(stream, io.TextIOWrapper):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def describe_os_error(error: OSError) -> str:
@@ -169,7 +170,7 @@ def describe_os_error(error: OSError) -> str:
     return name_limit(text)
 
 
-PROCESSES = "the limit of processes is reached: raise it (ulimit -u, or pids.max of the cgroup), or end others"
+PROCESSES = "the limit of processes may be reached: raise it (ulimit -u, or pids.max of the cgroup), or end others"
 
 LIMITS = {
     "Too many open files": "raise their limit (ulimit -n)",

@@ -42,7 +42,7 @@ def run_choose(
 ) -> None:
     """Search for the best configuration of a command, and print it. Raise SweepFailedError if there is no winner."""
     settings = space.read_settings(cells, master)
-    console = RunConsole(stderr=settings.as_json)
+    console = Console(stderr=settings.as_json)
     for note in (*settings.notes, *search_notes(make, settings)):
         print(f"distexp: {note}", file=sys.stderr)
     with planner or Planner() as source:
@@ -57,7 +57,7 @@ def run_choose(
         sweep_dir = found.absolute()
         state = SearchState.open(sweep_dir, settings.command)
         state.describe = outcome.to_json
-        with launcher.runner(sweep_dir, console) as runner:
+        with launcher.runner(sweep_dir, RunConsole(stderr=settings.as_json)) as runner:
             trials = Trials(state, make, runner, settings.section.budget_min)
             try:
                 _search(outcome, trials, singles)

@@ -157,12 +157,12 @@ def _explain_syntax(override: str, reason: str) -> str:
             f"{override} is not KEY=VALUE: write for example strategy=fsdp. Separate several values with commas alone, "
             "as in zero_stage=1,2, and quote a value with spaces"
         )
-    if mistyped := _explain_signs(override, key, value):
-        return mistyped
     if key in ("sweep.cells", SPACE) and (quoted := _quote_entries(override)):
         return f"{override} needs quotes: write '{quoted}'"
     if value == "~" or value.startswith("~/"):
         return home_message(key, value)
+    if mistyped := _explain_signs(override, key, value):
+        return mistyped
     if (not value.isascii() or NEEDS_QUOTES & set(value)) and not set("'\"[]{}") & set(value):
         quoted = f"{key}='{value}'"
         return f"{override} needs quotes: write {shell_quote(quoted)}"
@@ -174,15 +174,20 @@ def _explain_syntax(override: str, reason: str) -> str:
 
 
 def _explain_signs(override: str, key: str, value: str) -> str | None:
-    """Return what to type for a value with signs that have nothing between them; None if it has none."""
+    """Return what to type for an equals sign, a comma or a function of Hydra without a value; None without any."""
     if value.startswith("="):
         single = f"{key}={value.lstrip('=') or 'VALUE'}"
         return f"{override} has more than one =: write {shell_quote(single)}"
-    if value.endswith("()"):
+    if re.fullmatch(r"(choice|range|interval|glob|shuffle|sort)\(\)", value):
         return f"{override} has no values: write {shell_quote(f'{key}={value[:-1]}VALUE,VALUE)')}"
-    if (typed := re.sub(r",+(?=[],]|$)|(?<=\[),+|^,+", "", value)) != value:
-        return f"{override} has a comma without a value: write {shell_quote(f'{key}={typed}')}"
-    return None
+    typed = re.sub(r",+(?=[],]|$)|(?<=\[),+|^,+", "", value)
+    try:
+        parse([f"{key}={typed}"])
+    except OverrideParseException:
+        return None
+    if typed in ("", value):
+        return None
+    return f"{override} has a comma without a value: write {shell_quote(f'{key}={typed}')}"
 
 
 def _quote_entries(override: str) -> str | None:

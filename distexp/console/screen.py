@@ -114,7 +114,7 @@ class LiveRun:
 
 
 class RunConsole(Console):
-    """A console whose command continues without output if standard output cannot be written, as on a full disk."""
+    """A console whose command continues without output if it cannot be written, as on a full disk."""
 
     def print(self, *objects: Any, **options: Any) -> None:
         """Print objects. Raise BrokenPipeError if the program that read the output has ended."""
@@ -123,8 +123,9 @@ class RunConsole(Console):
         except BrokenPipeError:
             raise
         except OSError as error:
-            discard_output()
-            lost = f"standard output cannot be written ({error.strerror}), so the command continues without it"
+            discard_output(self.file)
+            stream = "standard error" if self.stderr else "standard output"
+            lost = f"{stream} cannot be written ({error.strerror}), so the command continues without it"
             print_despite_full_disk(f"distexp: warning: {lost}")
 
 

@@ -159,8 +159,8 @@ def build_empty(build: Callable[[], nn.Module], device: torch.device) -> tuple[n
         with torch.random.fork_rng(devices=[]), _parameters_on_meta():
             model = build()
         reason = f"{type(model).__name__} is built on the CPU, parameter by parameter, because {reason}"
-    _empty_tensors(model)
-    _change_plain_tensors(model, lambda _, tensor: tensor.to(device))
+    emptied = _empty_tensors(model)
+    _change_plain_tensors(model, lambda _, tensor: emptied[tensor] if tensor in emptied else tensor.to(device))
     for module in model.modules():
         for name in [name for name, weight in module._parameters.items() if weight is not None and not weight.numel()]:
             empty = module._parameters.pop(name)
@@ -208,8 +208,8 @@ def _parameters_on_meta() -> Iterator[None]:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
-def _empty_tensors(model: nn.Module) -> None:
-    """Move the parameters and buffers to meta that were made without it, as ``torch.FloatTensor`` does."""
+def _empty_tensors(model: nn.Module) -> Any:
+    """Move parameters and buffers to meta that were made without it, as ``torch.FloatTensor`` does; return which."""
     emptied: Any = WeakTensorKeyDictionary()  # A tensor that several modules share has one replacement.
     for module in model.modules():
         for tensors in (module._parameters, module._buffers):
@@ -219,6 +219,7 @@ def _empty_tensors(model: nn.Module) -> None:
                     is_parameter = isinstance(tensor, nn.Parameter)
                     emptied[tensor] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
                 tensors[name] = emptied.get(tensor, tensor)
+    return emptied
 
 
 def _change_plain_tensors(model: nn.Module, change: Callable[[str, Tensor], Tensor]) -> None:

@@ -25,7 +25,7 @@ from distexp.config.keys import (
     strategy_sections,
 )
 from distexp.config.model_checks import model_errors, unused_key_errors
-from distexp.config.overrides import format_override, key_of, parse, plain_value
+from distexp.config.overrides import format_override, key_of, parse, plain_value, without_plus_prefix
 from distexp.exceptions import first_line
 from distexp.resolve import compile_results, kernels, resources, scaling_rules, section_checks
 from distexp.strategies.base import load_strategy
@@ -97,15 +97,16 @@ def check_implied_strategy(config: Config, choices: Choices) -> Iterator[str]:
             )
 
 
-def check_names(config: Config, choices: Choices) -> Iterator[str]:
-    """Yield an error for each name that changes nothing but a label.
+def check_names(config: Config, choices: Choices, overrides: Iterable[str]) -> Iterator[str]:
+    """Yield an error for each typed name that changes nothing but a label.
 
     A custom option or ``_target_`` may have any name.
     """
+    typed_keys = set(map(key_of, overrides))
     for group in ("strategy", "engine", "dataset", "cluster", "tracker", "model"):
         section, option = getattr(config, group), choices.get(group)
         is_custom = not str(section._target_ or "distexp.").startswith("distexp.")
-        if is_custom or not (conf_dir() / group / f"{option}.yaml").is_file():
+        if f"{group}.name" not in typed_keys or is_custom or not (conf_dir() / group / f"{option}.yaml").is_file():
             continue
         if section.name != option and "name" not in getattr(section, "keys", ()):
             typed = f"{group}.name={section.name}"
@@ -132,7 +133,8 @@ def foreign_options(overrides: Iterable[str], configs: Iterable[Config | None]) 
     for text in options:
         (section, _, name), value = key_of(text).partition("."), plain_value(parse([text])[0].value())
         if section == "strategy":
-            yield f"{format_override(text)} is for custom strategies, but {used}: leave it out"
+            typed = without_plus_prefix(format_override(text))
+            yield f"{typed} is for custom strategies, but {used}: leave it out"
         elif section not in read and value != vars(sections()[section]()).get(name):
             needed = f"strategy={section}"
             yield f"{format_override(text)} needs {needed}, but {used}: leave it out, or choose {needed}"
@@ -145,11 +147,10 @@ def shared_folders(nodes: Iterable[DictConfig]) -> Iterator[str]:
         node.job.num = number
         if (other := numbers.setdefault(Path(node.sweep.subdir), number)) != number:
             typed = cast(dict[str, Any], OmegaConf.to_container(node.sweep))["subdir"]
+            named = f"hydra.sweep.subdir={typed}" if typed != "." else "hydra.run.dir or hydra.sweep.subdir=."
             yield (
-                f"hydra.sweep.subdir={typed} is the folder of run {other} and of run {number}: give each run a folder, "
-                "as in hydra.sweep.subdir='run_${hydra.job.num}'"
-                if typed != "."  # set by hydra.run.dir
-                else "hydra.run.dir is the directory of a single run, but this is a sweep: set hydra.sweep.dir instead"
+                f"{named} gives run {other} and run {number} one folder: set hydra.sweep.dir only, or give each run a "
+                "folder, as in hydra.sweep.subdir='run_${hydra.job.num}'"
             )
             return
 
@@ -227,11 +228,15 @@ CROSS_CHECKS: tuple[Step, ...] = (
 
 def resolve(composed: DictConfig, choices: Choices) -> Config:
     """Return the typed configuration with every open value decided, or raise ConfigError with the errors of a stage."""
-    config = to_dataclasses(composed)
+    config, typed = to_dataclasses(composed), OmegaConf.select(composed, "hydra.overrides.task", default=())
     try:
         run_steps(
             config,
-            (*SECTION_CHECKS, *(partial(check, choices=choices) for check in (check_implied_strategy, check_names))),
+            (
+                *SECTION_CHECKS,
+                partial(check_implied_strategy, choices=choices),
+                partial(check_names, choices=choices, overrides=() if config.sweep.resume else typed),
+            ),
         )
     except ConfigError as error:
         if error.errors == list(check_values(config)):

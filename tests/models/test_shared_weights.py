@@ -102,6 +102,7 @@ class Unmanaged(torch.nn.Module):
         torch.nn.init.normal_(self.weight)
         self.head = torch.nn.Linear(2, 3, bias=False)
         self.head.weight = self.weight
+        self.used = [self.weight]
         self.register_buffer("scale", torch.from_numpy(np.arange(3.0)))
 
 
@@ -114,6 +115,7 @@ def test_tensors_that_are_made_without_the_device_of_the_model_get_its_weights(t
     expected = blueprint.get_tensor("weight", blueprint.model.weight)
     assert torch.equal(blueprint.model.weight, expected)
     assert blueprint.model.scale.tolist() == [0, 1, 2]
+    assert blueprint.model.used[0].is_meta, "its use fails, because no optimizer would update it"
 
 
 def test_a_weight_without_a_value_is_refused(tmp_path: Path) -> None:

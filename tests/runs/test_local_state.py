@@ -127,7 +127,7 @@ def test_a_run_started_by_hand_does_not_belong_to_an_earlier_launcher(tmp_path: 
 def test_cancel_ends_the_launcher_of_a_local_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make_run(tmp_path, 0)
     with process_of("launcher", make_run(tmp_path, 1)) as launcher:
-        launcher.send_signal(signal.SIGTSTP)  # Ctrl-Z
+        launcher.send_signal(signal.SIGSTOP)  # as Ctrl-Z does
         assert cancel.main([str(tmp_path)]) == 1, "run 0 has no known launcher, but its files are new"
         assert launcher.wait() == -signal.SIGTERM
     shown = capsys.readouterr()

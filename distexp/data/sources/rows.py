@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from distexp.config import ConfigError, DatasetConfig
+from distexp.config.overrides import format_count
 from distexp.data.sources.formats import (
     KINDS,
     Row,
@@ -107,9 +108,9 @@ class Rows:
                 yield row
         if wrong:
             raise refuse_wrong_rows(first, wrong, f"{total} rows")
-        if not kept and self.share:
+        if total and not kept and self.share:
             raise ConfigError(
-                f"{self.dataset.path} has {total} {'row' if total == 1 else 'rows'}, and all are held out for "
+                f"{self.dataset.path} has {format_count(total, 'row')}, and all are held out for "
                 "evaluation: add rows, or set dataset.eval_path"
             )
 
@@ -217,7 +218,8 @@ def find_notes(dataset: DatasetConfig) -> Iterator[str]:
     for path in filter(None, dict.fromkeys((dataset.path, dataset.eval_path))):
         files = walk_files(Path(path)) if os.path.isdir(path) and not is_saved(path) else ()
         if found := sorted(file for file in map(Path, files) if kind_of(file) and _describes_data(file)):
-            yield f"left out, because they describe the data: {len(found)} files of {path}, as {found[0].name}"
+            count = format_count(len(found), "file")
+            yield f"left out, because they describe the data: {count} of {path}, as {found[0].name}"
 
 
 def walk_files(root: Path) -> Iterator[str]:

@@ -54,7 +54,7 @@ def load_task(dataset: DatasetConfig, model: ModelConfig, seed: int, both: tuple
 
 
 def _read(rows: Rows, size: int | None, key: str, notes: list[str]) -> list[Item]:
-    """Return the rows that are not empty; note how many are. Raise ConfigError if there are less than ``size``."""
+    """Return the rows that are not empty; note how many are. Raise ConfigError if there are fewer than ``size``."""
     columns = rows.form.columns(rows.dataset)
     read = [(row.place, *(row.values[column] for column in columns)) for row in rows]
     items = [(place, values[0], values[1] if len(values) > 1 else None) for place, *values in read]
@@ -168,23 +168,27 @@ def _flatten(rows: Sequence[NDArray[Any]]) -> tuple[NDArray[Any], NDArray[np.int
     return flat, np.cumsum([len(row) for row in rows], dtype=np.int64)
 
 
+FEW_CLASSES = 1000
+"""Numbers below it are class numbers, however few rows there are: as many outputs cost little."""
+
+
 def _number_classes(
     items: Sequence[Item], task: str, known: list[str], rows: int, notes: list[str]
 ) -> tuple[dict[str, int], Sequence[str]]:
     """Return the number of each class by its value in the rows, and the names of the classes.
 
     Files of CSV have numbers as texts. ``known`` are the names of the numbers, if the data have names for them.
-    Numbers of ``rows`` or more, such as postal codes, are names: most of the numbers below them would have no row.
+    Large numbers of ``rows`` or more, such as postal codes, are names: most numbers below them would have no row.
     """
     labels = [value for _, _, value in items]
     values = {str(tag) for tags in labels for tag in tags} if task == "token_classification" else set(map(str, labels))
     names: list[str] = sorted(values)
     if values and all(re.fullmatch("0|[1-9][0-9]*", value) for value in values):  # not 01, which is a name
         largest = max(values, key=lambda value: (len(value), value))
-        if len(largest) < 10 and int(largest) < max(rows, len(known)):
+        if len(largest) < 10 and int(largest) < max(rows, len(known), FEW_CLASSES):
             names = [str(number) for number in range(max(len(known), int(largest) + 1))]
         else:
-            notes.append(f"classes are names and not numbers, because {largest} is not less than the {rows} rows")
+            notes.append(f"classes are names and not numbers, because {largest} is not below the {rows} training rows")
     if len(names) < 2:
         raise ConfigError(f"the training rows have the classes {', '.join(names) or 'none'}: use rows of two or more")
     classes = {name: number for number, name in enumerate(names)}
