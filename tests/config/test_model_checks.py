@@ -75,14 +75,14 @@ def test_dropout_and_options_are_checked_too() -> None:
     ("changes", "message"),
     [
         ({"ff_dim": None}, "model.ff_dim is null, but model=gpt_tiny needs a value: set it"),
-        ({"num_layers": 0}, "model.num_layers=0 must be at least 1"),
+        ({"num_layers": 0}, "model.num_layers=0 must be from 1 to below 10000"),
         (
             {"hidden_size": 9},
             "model.hidden_size=9 must be a multiple of model.num_heads=2: change one of them",
         ),
         ({"dropout": 1.0}, "model.dropout=1 must be from 0 to below 1, or null (default of the architecture)"),
         ({"init": "pretrained"}, "model.init=pretrained is not supported by model=gpt_tiny: use model.init=random"),
-        ({"vocab_size": -1}, "model.vocab_size=-1 must be at least 1, or null (size of the tokenizer)"),
+        ({"vocab_size": -1}, "model.vocab_size=-1 must be from 1 to below 1000000000, or null (size of the tokenizer)"),
     ],
 )
 def test_missing_and_impossible_values_are_errors(changes: dict[str, Any], message: str) -> None:
@@ -97,7 +97,7 @@ def test_resnet_has_four_stages(depths: list[int]) -> None:
     resnet = ModelConfig(name="resnet", keys=["depths"], task="image_classification", depths=depths)
     with pytest.raises(ConfigError) as caught:
         validate_model(resnet)
-    assert caught.value.errors == [f"model.depths={depths} must be 4 numbers, each at least 1, as in [3,4,6,3]"]
+    assert caught.value.errors == [f"model.depths={depths} must be 4 numbers, each from 1 to below 10000, as in [3,4,6,3]"]
 
 
 def test_tokenizer_must_fit_into_the_vocabulary() -> None:
