@@ -97,7 +97,8 @@ def test_resnet_has_four_stages(depths: list[int]) -> None:
     resnet = ModelConfig(name="resnet", keys=["depths"], task="image_classification", depths=depths)
     with pytest.raises(ConfigError) as caught:
         validate_model(resnet)
-    assert caught.value.errors == [f"model.depths={depths} must be 4 numbers, each from 1 to below 10000, as in [3,4,6,3]"]
+    limits = "must be 4 numbers, each from 1 to below 10000, as in [3,4,6,3]"
+    assert caught.value.errors == [f"model.depths={depths} {limits}"]
 
 
 def test_tokenizer_must_fit_into_the_vocabulary() -> None:
