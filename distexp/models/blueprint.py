@@ -160,7 +160,12 @@ def build_empty(build: Callable[[], nn.Module], device: torch.device) -> tuple[n
             model = build()
         reason = f"{type(model).__name__} is built on the CPU, parameter by parameter, because {reason}"
     emptied = _empty_tensors(model)
-    _change_plain_tensors(model, lambda _, tensor: emptied[tensor] if tensor in emptied else tensor.to(device))
+
+    def place(_: str, tensor: Tensor) -> Tensor:
+        # A copy of a parameter would not be trained, so its use has to fail.
+        return emptied[tensor] if isinstance(tensor, nn.Parameter) and tensor in emptied else tensor.to(device)
+
+    _change_plain_tensors(model, place)
     for module in model.modules():
         for name in [name for name, weight in module._parameters.items() if weight is not None and not weight.numel()]:
             empty = module._parameters.pop(name)

@@ -104,6 +104,7 @@ class Unmanaged(torch.nn.Module):
         self.head.weight = self.weight
         self.used = [self.weight]
         self.register_buffer("scale", torch.from_numpy(np.arange(3.0)))
+        self.first = self.scale
 
 
 def test_tensors_that_are_made_without_the_device_of_the_model_get_its_weights(tmp_path: Path) -> None:
@@ -114,7 +115,7 @@ def test_tensors_that_are_made_without_the_device_of_the_model_get_its_weights(t
     assert blueprint.model.head.weight is blueprint.model.weight
     expected = blueprint.get_tensor("weight", blueprint.model.weight)
     assert torch.equal(blueprint.model.weight, expected)
-    assert blueprint.model.scale.tolist() == [0, 1, 2]
+    assert blueprint.model.scale.tolist() == blueprint.model.first.tolist() == [0, 1, 2]
     assert blueprint.model.used[0].is_meta, "its use fails, because no optimizer would update it"
 
 
