@@ -103,8 +103,13 @@ def test_texts_have_classes(labels: list[Any], tmp_path: Path) -> None:
     known = {(row["text"], str(row["label"])) for row in rows}
     assert set(zip(texts, names, strict=True)) <= known
     assert "because they are empty: 1 of" in data.notes[0]
-    are_large = "classes are names and not numbers, because 4915112345678 is not less than the 22 rows" in data.notes
-    assert are_large is (labels[0] == 90210)
+    note = "classes are names and not numbers, because 4915112345678 is not below the 22 training rows"
+    assert (note in data.notes) is (labels[0] == 90210)
+
+
+def test_numbers_of_few_rows_stay_numbers(tmp_path: Path) -> None:
+    rows = [{"text": sentence(number), "label": 8 * (number % 2)} for number in range(6)]
+    assert load(tmp_path, "sequence_classification", rows).num_classes == 9
 
 
 @pytest.mark.parametrize("form", ["saved", "parquet"])
