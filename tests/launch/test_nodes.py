@@ -76,8 +76,10 @@ def test_each_node_has_its_memory_in_the_record(two_by_two: Path) -> None:
         counted = [peak for phase, peak in entry["phases"].items() if phase not in UNCOUNTED_CPU_PHASES]
         assert entry["peak_mib"] == max(counted)
         assert entry["peak_mib"] > 200, "two workers with torch"
-        # The short phases in between may have no sample. The last sample is taken when the workers have ended.
-        assert (rows[0]["phase"], rows[-1]["phase"] in ("eval", "done")) == ("", True)
+        # On a busy machine, the first sample may come after the start of the workers, and the short phases in between
+        # may have none. The last sample is taken when the workers have ended.
+        assert rows[0]["phase"] in ("", "setup")
+        assert rows[-1]["phase"] in ("eval", "done")
 
 
 def test_workers_get_debug_variables_only_with_cluster_debug() -> None:
