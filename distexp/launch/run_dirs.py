@@ -178,7 +178,7 @@ def locked_sweep_dir(master: DictConfig, cells: int) -> Iterator[Path]:
     It gets Hydra's ``multirun.yaml``, and the command line for ``distexp resume``. Those of a resumed sweep are kept.
     Raise ConfigError if links lead out of a foreign sweep, or if another command runs a sweep there.
     """
-    typed = cast(list[str], OmegaConf.to_container(master.hydra.overrides.hydra))  # without its references
+    typed = cast(list[str], OmegaConf.to_container(master.hydra.overrides.hydra))  # does not resolve ${...}
     chosen = any(text.startswith("hydra.sweep.dir=") for text in typed)
     if master.sweep.resume:
         check_files(Path(master.hydra.sweep.dir))

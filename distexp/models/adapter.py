@@ -133,7 +133,7 @@ def find_whole_modules(model: nn.Module, config: Config) -> list[str]:
 
 
 def _tied_weights(model: nn.Module, modules: list[str]) -> list[str]:
-    """Return the names of a weight that has several, of which one is in one of the modules."""
+    """Return the names of the first weight that has several names, one of them in a module of ``modules``."""
     names: dict[nn.Parameter, list[str]] = {}
     for name, weight in model.named_parameters(remove_duplicate=False):
         names.setdefault(weight, []).append(name)

@@ -214,7 +214,7 @@ def _parameters_on_meta() -> Iterator[None]:
 
 
 def _empty_tensors(model: nn.Module) -> Any:
-    """Move parameters and buffers to meta that were made without it, as ``torch.FloatTensor`` does; return which."""
+    """Move tensors to meta that the constructor made elsewhere, and return the new ones by the old ones."""
     emptied: Any = WeakTensorKeyDictionary()  # A tensor that several modules share has one replacement.
     for module in model.modules():
         for tensors in (module._parameters, module._buffers):

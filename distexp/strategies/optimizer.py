@@ -85,7 +85,7 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
 
 
 def _is_matrix(module: nn.Module, name: str, parameter: nn.Parameter) -> bool:
-    """Return whether a parameter has two or more axes, and is no bias and not of a norm, such as one for each head."""
+    """Return whether a parameter has two or more axes and is neither a bias nor the weight of a norm."""
     dimensions = len(getattr(parameter, "ds_shape", parameter.shape))  # ZeRO-3 keeps the shape in ``ds_shape``.
     is_norm = re.search(r"norm(\d+d|gated)?$", type(module).__name__.lower())
     return dimensions >= 2 and not is_norm and not name.endswith("bias")

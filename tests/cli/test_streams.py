@@ -12,7 +12,7 @@ import pytest
 
 from distexp import status
 from distexp.cli.main import main
-from distexp.console.screen import Screen
+from distexp.console.screen import RunConsole, Screen
 from tests.helpers.records import record, write
 
 
@@ -41,6 +41,16 @@ def test_runs_continue_if_the_output_cannot_be_written(
             screen.print(line)
     lost = "standard output cannot be written (No space left on device), so the command continues without it"
     assert capfd.readouterr().err == f"distexp: warning: {lost}\n"
+
+
+def test_an_unwritable_standard_error_leaves_the_output(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with Path("/dev/full").open("w") as full:
+        monkeypatch.setattr(sys, "stderr", full)
+        RunConsole(stderr=True).print("lost")
+    print("{}", flush=True)
+    assert capfd.readouterr().out == "{}\n"
 
 
 @pytest.mark.parametrize("command", ["status", "help"])

@@ -169,7 +169,7 @@ def _flatten(rows: Sequence[NDArray[Any]]) -> tuple[NDArray[Any], NDArray[np.int
 
 
 FEW_CLASSES = 1000
-"""Numbers below it are class numbers, however few rows there are: as many outputs cost little."""
+"""Numbers below it are class numbers, even with few rows, because a head of this size costs little."""
 
 
 def _number_classes(

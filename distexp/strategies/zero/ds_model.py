@@ -119,14 +119,16 @@ class DeepSpeedModel:
         clipping = getattr(optimizer, "clip_grad", None)
         # DeepSpeed takes the path as a pattern, in which [1] also matches the folder of another run.
         descriptor = os.open(folder, os.O_RDONLY)
-        with safe_globals(ds_initialization.checkpoint_classes()), keep_hyperparameters(optimizer):
-            found, _ = self.module.load_checkpoint(
-                f"/proc/self/fd/{descriptor}",
-                tag=TAG,
-                load_lr_scheduler_states=False,
-                load_module_strict=not self.only_trained,
-            )
-        os.close(descriptor)
+        try:
+            with safe_globals(ds_initialization.checkpoint_classes()), keep_hyperparameters(optimizer):
+                found, _ = self.module.load_checkpoint(
+                    f"/proc/self/fd/{descriptor}",
+                    tag=TAG,
+                    load_lr_scheduler_states=False,
+                    load_module_strict=not self.only_trained,
+                )
+        finally:
+            os.close(descriptor)
         if clipping is not None:  # Stages 1 and 2 read it from the checkpoint.
             optimizer.clip_grad = clipping
         if found is None:
