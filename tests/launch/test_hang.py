@@ -120,5 +120,5 @@ def test_a_run_that_was_suspended_has_no_hang(spec: RunSpec, tmp_path: Path, mon
             time.sleep(self.seconds.pop(0))
             return None
 
-    monkeypatch.setattr(agent, "SUSPENDED_S", 0.5)
+    monkeypatch.setattr(agent, "SUSPENDED_S", 0.15)  # so short that the other checks together cannot reach the limit
     assert watch(cast(WatchedProcess, Group()), spec, tmp_path, 0, time.time()) == 0
