@@ -176,14 +176,16 @@ def test_the_report_shows_its_label_and_its_notes() -> None:
 @pytest.mark.slow
 def test_a_run_of_it_is_predicted_explained_and_reported(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    steps = ("train.measure_after_step=2", "train.profile_steps=2", "train.max_steps=8")
+    # A peak of some milliseconds in a few steps: samples every half second can miss it on a busy machine.
+    steps = ("train.measure_after_step=2", "train.profile_steps=2", "train.max_steps=8", "measure.interval_s=0.05")
     # Not a fork, which would share memory with the tests.
     done = start_distexp(*TOY, *WIDE, *steps, "plan=check", f"hydra.run.dir={run}")
     assert done.returncode == 0, done.stdout + done.stderr
     found = RunRecord.read(run / "record.json")
     assert found.predicted is not None
     assert found.predicted.verdict == "fits"
-    assert found.predicted.host_peak_mib == pytest.approx(found.memory["cpu"][0]["peak_mib"], rel=CPU_ERROR_BOUND)
+    highest_mib = max(found.memory["cpu"][0]["phases"].values())
+    assert found.predicted.host_peak_mib == pytest.approx(highest_mib, rel=CPU_ERROR_BOUND)
     assert found.strategy is not None
     assert (found.strategy.label, found.strategy.memory_note) == ("toy 1 copies", NOTE)
     assert found.metrics.explanation is not None
