@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 
 from distexp.config import ConfigError, DatasetConfig, ModelConfig
-from distexp.data.base import TaskData, check_size
+from distexp.data.base import TaskData
 from distexp.data.squad_json import (
+    SPLITS,
     START,
     find_format_error,
     find_misplaced,
@@ -20,14 +21,12 @@ from distexp.data.squad_json import (
     load_json,
     misplaced_answers,
     no_examples,
+    too_few_examples,
 )
 from distexp.data.text import TokenSamples, sequence_length, text_data
 from distexp.data.tokenization import TokenIds, Tokenizer, load_tokenizer
 from distexp.exceptions import first_line
 from distexp.system.cache_dir import build_once, cache_dir, offline_if_unreachable
-
-SPLITS = {"train": "training", "eval": "evaluation"}
-"""The start of a split's keys in ``dataset``, and its name in messages."""
 
 
 @dataclass(frozen=True)
@@ -177,16 +176,17 @@ def _from_rows(rows: Any) -> list[Example]:
 
 def _select(key: str, examples: Sequence[Example], dataset: DatasetConfig) -> Sequence[Example]:
     """Return the first examples of a split, as many as its size in ``dataset``, with checked positions."""
-    count, size, name = len(examples), getattr(dataset, f"{key}_size"), f"{SPLITS[key]} examples"
+    count, size = len(examples), getattr(dataset, f"{key}_size")
     source = str(getattr(dataset, f"{key}_path") or dataset.path)
     if not count:
-        raise ConfigError(no_examples(source, name))
-    check_size(key, size, count, name)
+        raise ConfigError(no_examples(source, f"{SPLITS[key]} examples"))
+    if size is not None and size > count:
+        raise ConfigError(too_few_examples(source, key, size, count))
     selected = examples[:size]
     wrong = [example for example in selected if example.misplaced is not None]
     if wrong:  # The file is damaged.
         first = f"question {wrong[0].id}: {wrong[0].misplaced}"
-        raise ConfigError(f"{source}: {misplaced_answers(len(wrong), len(selected), name, first)}")
+        raise ConfigError(f"{source}: {misplaced_answers(len(wrong), len(selected), key, first)}")
     return selected
 
 

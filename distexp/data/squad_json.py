@@ -21,6 +21,9 @@ MAX_CHECKED_BYTES = 2_000_000
 START = "answer_start"
 """Key of the position of an answer in the context, in characters. Positions are optional, and checked if present."""
 
+SPLITS = {"train": "training", "eval": "evaluation"}
+"""What the splits are called in messages, by the start of their keys in ``dataset``."""
+
 TYPE_NAMES = {dict: "an object", list: "a list", str: "a text", bool: "a truth value", type(None): "null"}
 
 
@@ -61,17 +64,17 @@ def find_format_error(content: Any) -> str | None:
     return None
 
 
-def find_small_file_error(path: str, size: int | None, name: str) -> str | None:
+def find_small_file_error(path: str, key: str, size: int | None) -> str | None:
     """Return what is wrong with a file, starting with its path; None: nothing, or it is too large to be read here.
 
-    ``size`` is the number of questions that are used, from the first, and ``name`` what they are called.
+    ``key`` is the split, a key of SPLITS, and ``size`` the number of its questions that are used, from the first.
     """
     status = Path(path).stat()
-    return _find_error(path, size, name, status.st_mtime_ns) if status.st_size <= MAX_CHECKED_BYTES else None
+    return _find_error(path, key, size, status.st_mtime_ns) if status.st_size <= MAX_CHECKED_BYTES else None
 
 
 @lru_cache
-def _find_error(path: str, size: int | None, name: str, _changed_at: int) -> str | None:
+def _find_error(path: str, key: str, size: int | None, _changed_at: int) -> str | None:
     """Return what is wrong with a file. It is read once for all cells of a sweep."""
     try:
         content = load_json(Path(path))
@@ -81,13 +84,20 @@ def _find_error(path: str, size: int | None, name: str, _changed_at: int) -> str
         return format_error(path, reason)
     paragraphs = [paragraph for article in content["data"] for paragraph in article["paragraphs"]]
     questions = [(paragraph["context"], question) for paragraph in paragraphs for question in paragraph["qas"]]
+    return _find_example_error(path, key, size, questions)
+
+
+def _find_example_error(path: str, key: str, size: int | None, questions: Sequence[tuple[str, Any]]) -> str | None:
+    """Return what is wrong with the questions of a file. Each is given with its context."""
     if not questions:
         return no_examples(path, "examples")
     if not any(answer["text"].strip() for _, question in questions for answer in question["answers"]):
         return f"{path} has no question with an answer: use data with at least one answer"
+    if size is not None and size > len(questions):
+        return too_few_examples(path, key, size, len(questions))
     found = [(question["id"], _misplaced(context, question)) for context, question in questions[:size]]
     if wrong := [f"question {identity}: {reason}" for identity, reason in found if reason]:
-        return f"{path}: {misplaced_answers(len(wrong), len(found), name, wrong[0])}"
+        return f"{path}: {misplaced_answers(len(wrong), len(found), key, wrong[0])}"
     return None
 
 
@@ -99,6 +109,14 @@ def _misplaced(context: str, question: Any) -> str | None:
 def no_examples(source: str, examples: str) -> str:
     """Return the error of data without a question."""
     return f"{source} has no {examples}: use data with at least one question"
+
+
+def too_few_examples(source: str, key: str, size: int, available: int) -> str:
+    """Return the error of data with fewer questions than ``dataset`` asks for."""
+    return (
+        f"{source} has {available} {SPLITS[key]} examples, fewer than dataset.{key}_size={size}: set at most "
+        f"{available}, or null for all"
+    )
 
 
 def find_misplaced(context: str, answers: Sequence[str], starts: Sequence[Any]) -> str | None:
@@ -114,11 +132,11 @@ def find_misplaced(context: str, answers: Sequence[str], starts: Sequence[Any]) 
     return None
 
 
-def misplaced_answers(wrong: int, selected: int, examples: str, first: str) -> str:
+def misplaced_answers(wrong: int, selected: int, key: str, first: str) -> str:
     """Return the error of data with wrong positions, to be printed after the path."""
     return (
-        f"{wrong} of {selected} {examples} have a wrong {START}. The first is {first}. Correct the positions, or "
-        f"remove all {START} from the data"
+        f"{wrong} of {selected} {SPLITS[key]} examples have a wrong {START}. The first is {first}. Correct the "
+        f"positions, or remove all {START} from the data"
     )
 
 

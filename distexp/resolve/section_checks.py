@@ -330,9 +330,9 @@ def check_dataset_files(config: Config) -> Iterator[str]:
         (missing,) = set(pair) - set(given)
         yield f"{given[0]}={pair[given[0]]} is set but {missing} is not: set both or neither"
     if dataset._target_ == "distexp.data.squad.load":
-        used = ((dataset.train_size, "training examples"), (dataset.eval_size, "evaluation examples"))
-        for (key, path), (size, name) in zip(pair.items(), used, strict=True):
-            if path is not None and os.path.isfile(path) and (error := find_small_file_error(path, size, name)):
+        for split, size in (("train", dataset.train_size), ("eval", dataset.eval_size)):
+            path = pair[key := f"dataset.{split}_path"]
+            if path is not None and os.path.isfile(path) and (error := find_small_file_error(path, split, size)):
                 yield f"{key}={error}"  # an error starts with the path
 
 

@@ -221,9 +221,15 @@ def test_sizes_take_the_first_examples_and_keep_the_tokenizer(squad_files: Datas
 
 @pytest.mark.parametrize(("kind", "name", "available"), [("train", "training", 2), ("eval", "evaluation", 1)])
 def test_a_size_larger_than_the_data_is_refused(tmp_path: Path, kind: str, name: str, available: int) -> None:
-    message = f"dataset.{kind}_size=9 is more than the {available} {name} examples.*at most {available}, or null"
-    with pytest.raises(ConfigError, match=message):
-        squad.load(write_small_squad(tmp_path, **{f"{kind}_size": 9}), TEXT_MODEL, 0)
+    config = write_small_squad(tmp_path, **{f"{kind}_size": 9})
+    path = getattr(config, f"{kind}_path")
+    with pytest.raises(ConfigError) as refused:
+        squad.load(config, TEXT_MODEL, 0)
+    assert str(refused.value) == (
+        f"{path} has {available} {name} examples, fewer than dataset.{kind}_size=9: set at most {available}, or null "
+        "for all"
+    )
+    assert find_small_file_error(path, kind, 9) == str(refused.value), "before a run"
 
 
 def test_cached_texts_are_not_tokenized_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -330,7 +336,7 @@ def test_a_misspelled_position_is_an_error_before_a_run(key: str, error: str, tm
     path = tmp_path / "typed.json"
     answers = f'"answers": [{{"text": "a", "{key}": 0}}]'
     path.write_text(paragraph(f'"context": "a", "qas": [{{"id": 1, "question": "b", {answers}}}]'))
-    found = find_small_file_error(str(path), None, "training examples") or ""
+    found = find_small_file_error(str(path), "train", None) or ""
     assert (f"answers[0] has the key {error!r}, which is probably 'answer_start'" in found) == bool(error)
     assert bool(found) == bool(error)
 
@@ -419,8 +425,8 @@ def test_a_wrong_position_of_an_answer_is_refused(start: Any, found: str, tmp_pa
         squad.load(config, TEXT_MODEL, 0)
     assert f"{config.train_path}: 1 of 2 training examples have a wrong answer_start" in str(refused.value)
     assert f"The first is question Where is Hugo?: {found}." in str(refused.value)
-    assert find_small_file_error(config.train_path, 2, "training examples") == str(refused.value), "before a run"
-    assert find_small_file_error(config.train_path, 1, "training examples") is None
+    assert find_small_file_error(config.train_path, "train", 2) == str(refused.value), "before a run"
+    assert find_small_file_error(config.train_path, "train", 1) is None
     used = replace(config, train_size=1)
     assert len(squad.load(used, TEXT_MODEL, 0).train) == 1, "only the examples that are used are checked"
 
