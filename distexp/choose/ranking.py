@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from math import log, log1p, sqrt
+from math import expm1, log, log1p, sqrt
 from operator import attrgetter
 
 from distexp.choose.candidate import DEFAULT_RULES, Candidate, Metrics, Objective, SearchRules, Trial
@@ -37,9 +37,11 @@ class Margin:
     noise: float | None
 
     @property
-    def error(self) -> float | None:
-        """Return half of the 95 % confidence interval of ``value``, for a small noise; None if it is unknown."""
-        return None if self.noise is None else (1 + self.value) * self.noise
+    def interval(self) -> tuple[float, float] | None:
+        """Return the ends of the 95 % confidence interval of ``value``; None if the noise is unknown."""
+        if self.noise is None:
+            return None
+        return expm1(log1p(self.value) - self.noise), expm1(log1p(self.value) + self.noise)
 
     @property
     def is_noise(self) -> bool:

@@ -42,20 +42,22 @@ def describe_values(values: Metrics) -> str:
 
 
 def describe_margin(margin: Margin, objective: Objective, second: str) -> str:
-    """Return the margin to the second best: ``6.0 % (±2.0 %) faster than ddp``, or that both are equal."""
+    """Return the margin to the second best: ``6.0 % (4.0 to 8.0 %) faster than ddp``, or that both are equal."""
     if margin.is_noise:
         return f"equal within the noise of ±{format_noise(margin)} to {second}"
     if margin.value < 0:  # The budget ended before the second best was repeated.
         saving = -margin.value
         gain = saving / (1 - saving) if objective is Objective.THROUGHPUT else saving
         return f"but a shorter trial of {second} was {format_share(gain)} better"
-    share, error = margin.value, margin.error
-    if objective is not Objective.THROUGHPUT:  # A saving is a share of what the second best needs.
-        share, error = share / (1 + share), None if error is None else error / (1 + share) ** 2
-    if error is not None:
-        return f"{format_share(share)} (±{format_share(error)}) {BETTER[objective]} {second}"
+    # A saving is a share of what the second best needs.
+    share, *ends = (
+        format_share(value if objective is Objective.THROUGHPUT else value / (1 + value))
+        for value in (margin.value, *(margin.interval or ()))
+    )
+    if ends:
+        return f"{share} ({ends[0].removesuffix(' %')} to {ends[1]}) {BETTER[objective]} {second}"
     unknown = "" if objective is Objective.MEMORY else " (noise unknown: no trial was repeated)"
-    return f"{format_share(share)} {BETTER[objective]} {second}{unknown}"
+    return f"{share} {BETTER[objective]} {second}{unknown}"
 
 
 def format_noise(margin: Margin) -> str:

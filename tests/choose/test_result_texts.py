@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from distexp.choose.candidate import Candidate, Metrics, Objective, Status, Trial
@@ -43,6 +45,16 @@ def test_a_shorter_trial_is_better_by_a_share_of_the_winner(objective: Objective
 def test_the_memory_of_a_gpu_has_no_noise_to_be_unknown(objective: Objective, margin: str) -> None:
     winner, other = tried("a=1", trial(better=1.25)), tried("a=2", trial())
     assert winner_sentence([winner, other], winner, objective).endswith(f", {margin}")
+
+
+@pytest.mark.parametrize("objective", [each for each in Objective if each is not Objective.MEMORY])
+def test_the_interval_of_a_decided_margin_is_above_zero_however_large_the_noise(objective: Objective) -> None:
+    """A half width would print 88 % (±114 %) for speeds that differ by more than their noise."""
+    winner, other = tried("a=1", *(trial(better=factor) for factor in (2.0, 2.8, 4.2))), tried("a=2", trial())
+    found = re.search(r"(\S+) % \((\S+) to (\S+) %\)", winner_sentence([winner, other], winner, objective))
+    assert found is not None
+    share, low, high = map(float, found.groups())
+    assert 0 < low < share < high
 
 
 def test_large_values_have_no_exponent() -> None:
