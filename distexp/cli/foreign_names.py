@@ -1,5 +1,9 @@
 """Names of keys, options and values in other programs, with what to type instead."""
 
+import re
+
+from distexp.config.keys import config_groups, describe_values, options_of
+
 OPTION_NAMES = {
     "precision": {
         "float16": "fp16",
@@ -112,10 +116,14 @@ def translate(name: str, value: str) -> str:
     if name == "sequence_parallel" and not value.isdecimal():
         return ": leave it out, because it is a part of parallel.tensor"
     text = FOREIGN.get(name, "")
-    if name in FOREIGN_VALUES:
-        value = FOREIGN_VALUES[name].get(value.lower(), value.lower())
+    value = FOREIGN_VALUES.get(name, {}).get(value.lower(), value)
     if text and value.lower() in ("false", "no", "off", "0", "null", "none", "~"):
         return ": leave it out"
+    if name in FOREIGN_VALUES:
+        key, value = text.partition("=")[0], value.lower()
+        accepted = f"one of {', '.join(options_of(key))}" if key in config_groups() else describe_values(key) or ""
+        if value not in re.findall(r"\w+", accepted):
+            return f": write {key}=VALUE, with {accepted}"
     if text.startswith("sharding=") and "offload" in value.split():
         text += " offload=true"
     if not value:  # The first override chooses what the value is for.

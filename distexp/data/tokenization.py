@@ -6,6 +6,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -126,7 +127,14 @@ class HuggingFaceTokenizer(Tokenizer):
         pad = self._tokenizer.pad_token_id
         self.pad_id: int = self.eos_id if pad is None else pad
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
-        self.fingerprint = _digest(f"{name} {self.size}" if backend is None else backend.to_str())
+        self.fingerprint = self._hash_files() if backend is None else _digest(backend.to_str())
+
+    def _hash_files(self) -> str:
+        """Return the hash of what the tokenizer saves. One that is written in Python has no other text of its rules."""
+        with TemporaryDirectory() as folder:
+            self.save(Path(folder))
+            files = sorted(path for path in Path(folder).rglob("*") if path.is_file())
+            return _digest(" ".join(f"{path.name} {hashlib.sha256(path.read_bytes()).hexdigest()}" for path in files))
 
     def _find_affixes(self) -> Affixes:
         """Return the special tokens before and after a text."""

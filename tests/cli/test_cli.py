@@ -332,6 +332,8 @@ def test_names_of_other_programs_are_answered_with_what_works(
         ("save_strategy=steps", "train.checkpoint_every=100"),
         ("fsdp=full_shard offload", "sharding=full_shard offload=true"),
         ("virtual_pipeline_model_parallel_size=2", "parallel.schedule=interleaved"),
+        ("lr_scheduler_type=polynomial", "train.schedule=VALUE, with one of linear, cosine, step, constant"),
+        ("fsdp_sharding_strategy=x", "sharding=VALUE, with one of full_shard, hybrid_shard, no_shard, shard_grad_op"),
     ],
 )
 def test_names_whose_options_need_other_machines_are_answered(typed: str, override: str) -> None:

@@ -61,6 +61,9 @@ class MistralCommonBackend:
             raise ValueError("`MistralCommonBackend` does not support `split_special_tokens`.")
         return {"input_ids": [[len(text)] for text in texts]}
 
+    def save_pretrained(self, folder: str) -> None:
+        Path(folder, "tekken.json").write_text("{}")
+
 
 def test_a_tokenizer_of_mistral_common_gets_no_option_that_it_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tokenization, "_auto_tokenizer", lambda name: MistralCommonBackend())
@@ -118,6 +121,19 @@ def test_transformers_reads_a_saved_tokenizer(tmp_path: Path) -> None:
     )
     assert automatic.name == str(tmp_path / "again")
     assert automatic.fingerprint == theirs.fingerprint
+
+
+def test_a_changed_tokenizer_of_python_has_another_fingerprint(tmp_path: Path) -> None:
+    """Its token ids are read from the cache by it. The folder and the size of the vocabulary are the same."""
+    folder = tmp_path / "ctrl"
+    folder.mkdir()
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "CTRLTokenizer", "eos_token": "<unk>"}')
+    (folder / "vocab.json").write_text('{"<unk>": 0, "a": 1, "b": 2, "ab": 3}')
+    found = []
+    for merges in ("", "", "a b</w>\n"):
+        (folder / "merges.txt").write_text(f"#version: 0.2\n{merges}\n")
+        found.append(HuggingFaceTokenizer(str(folder)).fingerprint)
+    assert found[0] == found[1] != found[2]
 
 
 def test_no_tokenizer_is_refused() -> None:
