@@ -187,7 +187,7 @@ def _explain_signs(override: str, key: str, value: str) -> str | None:
         return None
     if typed in ("", value):
         return None
-    return f"{override} has a comma without a value: write {shell_quote(f'{key}={typed}')}"
+    return f"{override} has a comma without a value: add the value, or write {shell_quote(f'{key}={typed}')}"
 
 
 def _quote_entries(override: str) -> str | None:

@@ -19,12 +19,12 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from distexp import exceptions
-from distexp.cli.arguments import normalize_arguments
+from distexp.cli.arguments import HYDRA_FLAGS, normalize_arguments
 from distexp.cli.errors import explain, explain_os_error
 from distexp.config import Command, Config, ConfigError, register_schema
 from distexp.config.keys import check_values, conf_dir
 from distexp.config.overrides import is_override, key_of, parse, sets_key
-from distexp.exceptions import TRACE_VARIABLE, print_error
+from distexp.exceptions import TRACE_VARIABLE, describe_os_error, print_error
 from distexp.guard.command_line import check_arguments_for_secrets
 from distexp.guard.config_files import use_checked_loader
 from distexp.resolve.section_checks import check_files
@@ -59,8 +59,9 @@ def main(arguments: Sequence[str], command: Command = Command.TRAIN, added: Sequ
     except OSError as error:
         if wants_trace or isinstance(error, BrokenPipeError):
             raise
+        prints_only = command in (Command.PLAN, Command.FORECAST) or bool(set(HYDRA_FLAGS) & set(arguments))
         message = explain_os_error(error, resumes=sets_key(arguments, "sweep.resume"))
-        print_error(f"the sweep stops: {message}")
+        print_error(describe_os_error(error) if prints_only else f"the sweep stops: {message}")
         return 1
     finally:
         if not wants_trace:

@@ -159,7 +159,7 @@ def compose_cells(
         given = dict.fromkeys(text for cell in cells for text in cell.overrides if key_of(text) in typed)
         errors += foreign_options(given, [cell.config or cell.decided for cell in cells])
         typed_of_hydra = cast(list[str], OmegaConf.to_container(master.hydra.overrides.hydra))
-        if any(text.startswith("hydra.sweep.subdir=") for text in typed_of_hydra):
+        if any(key_of(text) in ("hydra.sweep", "hydra.sweep.subdir") for text in typed_of_hydra):
             errors += shared_folders(cell.composed.hydra for cell in cells)
     if not resumes and not rules.keeps_accumulation:
         errors += dict.fromkeys(replaced_accumulation(cells, typed))

@@ -106,6 +106,8 @@ def quote_choice(text: str, groups: Container[str]) -> str:
         raise ConfigError(f"{text} is a reference, but {key} takes an option: write {key}=OPTION")
     if any(is_too_long(str(plain_value(item))) for item in values):
         raise ConfigError(f"{text} is not an option: distexp help {key} lists them")
+    if any(isinstance(item, dict) for item in values):
+        raise ConfigError(f"{text} is a section, but {key} takes an option: write {key}=OPTION")
     if None in values:
         raise ConfigError(f"{text} chooses no option of {key}: write {key}=OPTION, or leave it out")
     if any(isinstance(item, list) for item in values):

@@ -98,14 +98,17 @@ def check_implied_strategy(config: Config, choices: Choices) -> Iterator[str]:
 
 
 def check_names(config: Config, choices: Choices, overrides: Iterable[str]) -> Iterator[str]:
-    """Yield an error for each typed name that changes nothing but a label.
+    """Yield an error for each typed name that changes nothing but a label, and each class of another option.
 
     A custom option or ``_target_`` may have any name.
     """
     typed_keys = set(map(key_of, overrides))
-    for group in ("strategy", "engine", "dataset", "cluster", "tracker", "model"):
+    for group in ("strategy", "engine", "dataset", "cluster", "tracker", "model", "scale"):
         section, option = getattr(config, group), choices.get(group)
-        is_custom = not str(section._target_ or "distexp.").startswith("distexp.")
+        target = str(getattr(section, "_target_", None) or "distexp.")
+        is_custom = not target.startswith("distexp.")
+        if f"{group}._target_" in typed_keys and (owner := _targets(group).get(target, option)) != option:
+            yield f"{group}._target_={target} is that of {group}={owner}: write {group}={owner}"
         if f"{group}.name" not in typed_keys or is_custom or not (conf_dir() / group / f"{option}.yaml").is_file():
             continue
         if section.name != option and "name" not in getattr(section, "keys", ()):
@@ -113,6 +116,14 @@ def check_names(config: Config, choices: Choices, overrides: Iterable[str]) -> I
             chosen = f"model=hf {typed}" if group == "model" else None
             chosen = f"{group}={section.name}" if section.name in options_of(group) else chosen
             yield f"{typed} only renames {group}={option}: {f'write {chosen}, or ' if chosen else ''}leave it out"
+
+
+def _targets(group: str) -> dict[str, str]:
+    """Return the options of a group by their classes or functions."""
+    contents = {
+        option: cast(Any, OmegaConf.load(conf_dir() / group / f"{option}.yaml")) for option in options_of(group)
+    }
+    return {str(content["_target_"]): option for option, content in contents.items() if "_target_" in content}
 
 
 def foreign_options(overrides: Iterable[str], configs: Iterable[Config | None]) -> Iterator[str]:

@@ -56,6 +56,9 @@ class DistexpSweeper(BasicSweeper):
     def expand(self, arguments: Sequence[str]) -> list[list[str]]:
         """Return the overrides of each cell in the order of the command line. Warn about cells that are repeated."""
         given = self._parse(arguments)
+        for override in given:
+            if override.get_key_element() == CELLS_KEY and override.is_sweep_override():
+                raise ConfigError(f"{override.input_line} is more than one list: write {CELLS_KEY}=[[...],[...]]")
         named = {override.get_key_element() for override in given}
         preset = self._parse([f"{key}={value}" for key, value in self.params.items()])
         swept = [o for o in preset if o.get_key_element() not in named] + given
@@ -107,6 +110,10 @@ class DistexpSweeper(BasicSweeper):
                 raise ConfigError(
                     f"sweep.cells contains {cell!r}, but each cell must be a list of overrides, as in "
                     '\'sweep.cells=[["strategy=single"],["zero_stage=1","offload=true"]]\''
+                )
+            if of_hydra := next((item for item in cell if item.lstrip("+").startswith("hydra.")), None):
+                raise ConfigError(
+                    f"sweep.cells sets {of_hydra}, which is the same for all runs: set it outside of sweep.cells"
                 )
         listed: list[list[str]] = cells
         return listed

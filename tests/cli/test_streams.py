@@ -53,6 +53,16 @@ def test_an_unwritable_standard_error_leaves_the_output(
     assert capfd.readouterr().out == "{}\n"
 
 
+def test_a_configuration_for_a_full_output_is_no_sweep_that_stops(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with Path("/dev/full").open("w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        assert main(["--cfg", "job"]) == 1
+    assert capsys.readouterr().err == "distexp: No space left on device\n"
+
+
 @pytest.mark.parametrize("command", ["status", "help"])
 def test_an_output_without_a_reader_ends_a_command(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
