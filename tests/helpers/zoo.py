@@ -300,10 +300,10 @@ class Halves:
         return lambda model, name: train(self.half(model, name)) / model
 
 
-def check_types(folder: Path, kinds: Iterable[str], cells: Mapping[str, tuple[str, ...]], *overrides: str) -> None:
+def check_types(folder: Path, kinds: Sequence[str], cells: Mapping[str, tuple[str, ...]], *overrides: str) -> None:
     """Train each type of transformers in cells, and check that no difference from ``single`` is above the bound."""
     models = {kind: {"model.name": str(write_config(folder, kind))} for kind in kinds}
-    train_all(folder, (*hugging_face(folder / "base", "llama"), *overrides), models, cells)
+    train_all(folder, (*hugging_face(folder / "base", kinds[0]), *overrides), models, cells)
     for kind in models:
         check_outcomes(folder, kind, *cells)
 
