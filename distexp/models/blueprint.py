@@ -4,7 +4,6 @@ Only rank 0 has the whole model, in CPU memory. Every strategy materializes it m
 sharded model is never whole on a device, and all strategies start from the same weights.
 """
 
-import copy
 import hashlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
@@ -18,11 +17,10 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from distexp.config import ConfigError
 from distexp.config.custom_code import code_place
-from distexp.data.base import LOGITS_TO_KEEP, POSITIONS
+from distexp.data.base import LOGITS_TO_KEEP
 from distexp.distributed.context import Context
 from distexp.distributed.process_group import broadcast_from_rank_0
 from distexp.models import shared_weights
-from distexp.models.objective import get_logits
 from distexp.models.transforms import NamedModules, embedding_of
 
 HASHED_VALUES = 64
@@ -52,6 +50,7 @@ class Blueprint:
         for text in filter(None, (note, unify_types(self.model))):
             if context.rank == 0:
                 print(f"note: {text}", flush=True)
+        _check_hooks(self.model)
         tensors = _named_tensors(self.model)
         shapes = " ".join(f"{name}{tuple(tensor.shape)}{tensor.dtype}" for name, tensor in tensors)
         self._weights_key = weights_key and f"{weights_key} {shapes}"
@@ -121,7 +120,7 @@ class Blueprint:
         """Replace a meta tensor by a real one in all modules that have it."""
         tensor = self.get_tensor(self._names[id(meta_tensor)], meta_tensor.detach())
         if isinstance(meta_tensor, nn.Parameter):
-            tensor = nn.Parameter(tensor, requires_grad=meta_tensor.requires_grad)
+            tensor = _like(meta_tensor, tensor)
         for module, attribute in self._owners[id(meta_tensor)]:
             # The name is registered, so setattr replaces the parameter or buffer.
             setattr(module, attribute, tensor)
@@ -142,23 +141,30 @@ def build_empty(build: Callable[[], nn.Module], device: torch.device) -> tuple[n
     """Build a model whose parameters and buffers are on the meta device, and its other tensors on ``device``.
 
     A model that reads values in its constructor, or holds tensors that are neither parameters nor buffers, is built on
-    the CPU, where each parameter is freed as soon as it is registered. Then return why, else an empty text. Parameters
-    without elements, which nothing can train or shard, become buffers.
+    the CPU, where each parameter is freed as soon as it is registered, unless the constructor reads parameters too.
+    Then return why, else an empty text. Parameters without elements, which nothing can train or shard, become buffers.
     """
     reason = ""
     try:
         with torch.device("meta"):
             model = build()
-        found: dict[str, Tensor] = {}
-        _change_plain_tensors(model, found.setdefault)
-        if lost := [name for name, tensor in found.items() if tensor.is_meta]:
+        if lost := _plain_meta_tensors(model):
             reason = f"{', '.join(lost[:3])} is neither a parameter nor a buffer (use register_buffer)"
     except (NotImplementedError, RuntimeError) as error:  # Tensor.item() and others cannot be called on meta tensors.
         reason = f"its constructor reads values of tensors ({code_place(error)})"
     if reason:
-        with torch.random.fork_rng(devices=[]), _parameters_on_meta():
-            model = build()
-        reason = f"{type(model).__name__} is built on the CPU, parameter by parameter, because {reason}"
+        way = "parameter by parameter"
+        with torch.random.fork_rng(devices=[]):
+            try:
+                with _parameters_on_meta():
+                    model = build()
+                if lost := _plain_meta_tensors(model):
+                    reason = f"{', '.join(lost[:3])} is computed from parameters, and neither a parameter nor a buffer"
+            except (NotImplementedError, RuntimeError) as error:
+                lost, reason = [""], f"its constructor reads values of parameters ({code_place(error)})"
+            if lost:
+                way, model = "at once", build()
+        reason = f"{type(model).__name__} is built on the CPU, {way}, because {reason}"
     emptied = _empty_tensors(model)
 
     def place(_: str, tensor: Tensor) -> Tensor:
@@ -171,6 +177,13 @@ def build_empty(build: Callable[[], nn.Module], device: torch.device) -> tuple[n
             empty = module._parameters.pop(name)
             module.register_buffer(name, None if empty is None else empty.detach())
     return model, reason
+
+
+def _plain_meta_tensors(model: nn.Module) -> list[str]:
+    """Return the names of tensors without values that are neither parameters nor buffers."""
+    found: dict[str, Tensor] = {}
+    _change_plain_tensors(model, found.setdefault)
+    return [name for name, tensor in found.items() if tensor.is_meta]
 
 
 def unify_types(model: nn.Module) -> str:
@@ -202,7 +215,7 @@ def _parameters_on_meta() -> Iterator[None]:
     def register_empty(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         if parameter is not None and not parameter.is_meta:
             if parameter not in known:
-                known[parameter] = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+                known[parameter] = _like(parameter, parameter.detach().to("meta"))
             parameter = known[parameter]
         register(module, name, parameter)
 
@@ -213,6 +226,25 @@ def _parameters_on_meta() -> Iterator[None]:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
+def _like(parameter: nn.Parameter, tensor: Tensor) -> nn.Parameter:
+    """Return a tensor as a parameter with the attributes and hooks of another one."""
+    made = nn.Parameter(tensor, requires_grad=parameter.requires_grad)
+    vars(made).update(vars(parameter))
+    made._backward_hooks = parameter._backward_hooks
+    made._post_accumulate_grad_hooks = getattr(parameter, "_post_accumulate_grad_hooks", None)  # type: ignore[attr-defined]
+    return made
+
+
+def _check_hooks(model: nn.Module) -> None:
+    """Raise ConfigError if a parameter has hooks. They hold tensors without values, and sharding would lose them."""
+    for name, parameter in model.named_parameters():
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            raise ConfigError(
+                f"{type(model).__name__} has a gradient hook on {name}, which a sharded weight would lose: change the "
+                f"gradient in forward, as in weight * mask + (weight * (1 - mask)).detach()"
+            )
+
+
 def _empty_tensors(model: nn.Module) -> Any:
     """Move tensors to meta that the constructor made elsewhere, and return the new ones by the old ones."""
     emptied: Any = WeakTensorKeyDictionary()  # A tensor that several modules share has one replacement.
@@ -221,8 +253,7 @@ def _empty_tensors(model: nn.Module) -> Any:
             for name, tensor in [(name, tensor) for name, tensor in tensors.items() if tensor is not None]:
                 if not tensor.is_meta and tensor not in emptied:
                     empty = tensor.detach().to("meta")
-                    is_parameter = isinstance(tensor, nn.Parameter)
-                    emptied[tensor] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
+                    emptied[tensor] = _like(tensor, empty) if isinstance(tensor, nn.Parameter) else empty
                 tensors[name] = emptied.get(tensor, tensor)
     return emptied
 
@@ -366,49 +397,3 @@ def check_forward_arguments(model: nn.Module, inputs: Iterable[str]) -> None:
             f"{type(model).__name__}.forward({', '.join(arguments.parameters)}) cannot take the inputs of the dataset "
             f"({error}): its arguments must be {', '.join(names)}"
         ) from error
-
-
-def check_packing(model: nn.Module) -> None:
-    """Check that a model takes packed rows.
-
-    A model of transformers is tried: a small one of its class, with one layer of each kind, computes a row of two
-    samples. The logits of the second must be those without the first. Raise ConfigError if its ``forward`` has no
-    ``position_ids``, or it mixes the samples.
-    """
-    check_forward_arguments(model, ("input_ids", POSITIONS))
-    if not hasattr(model, "config") or hasattr(model, "attention_implementation"):
-        return  # the models of distexp support packing, and a custom model declares it by its arguments
-    if not _separates_samples(model):
-        raise ConfigError(
-            f"dataset.packing=true is not supported by {type(model).__name__}, because it mixes the samples of a row: "
-            "use dataset.bucketing=true"
-        )
-
-
-def _separates_samples(model: Any) -> bool:
-    """Return whether a small copy of a model of transformers keeps two samples apart."""
-    row, positions = torch.tensor([[1, 2, 3, 4, 5, 6, 7]]), torch.tensor([[0, 1, 2, 3, 0, 1, 2]])
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
-        try:
-            small = type(model)(_shrink(model.config)).float().eval()
-            for parameter in small.parameters():
-                nn.init.normal_(parameter, std=0.2)
-            packed = get_logits(small(input_ids=row, position_ids=positions))[:, 4:]
-            expected = get_logits(small(input_ids=row[:, 4:]))
-        except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):
-            return False  # an architecture that has no such small copy is not supported
-    return torch.allclose(packed, expected, rtol=1e-3, atol=1e-4 * float(expected.abs().max()))
-
-
-def _shrink(config: Any) -> Any:
-    """Return the configuration of a model with few tokens and one layer of each kind."""
-    small = copy.deepcopy(config)
-    text = small.get_text_config()
-    kinds = list(dict.fromkeys(getattr(text, "layer_types", None) or ()))
-    if kinds:
-        text.layer_types = kinds
-    text.num_hidden_layers, text.vocab_size = max(len(kinds), 1), 8  # the row has the tokens 1 to 7
-    text.bos_token_id = text.eos_token_id = text.pad_token_id = None
-    text.use_cache = False  # with a cache, transformers does not look for several samples in a row
-    small._attn_implementation = "eager"
-    return small

@@ -19,8 +19,8 @@ from distexp.data.base import Samples, TaskData
 from distexp.data.image_cache import cache_images
 from distexp.data.loader import BatchSharding, ShardedBatchSampler, ShardedLoader
 from distexp.distributed.context import Context
+from distexp.models import attention, head, hf, task_models, transforms
 from distexp.models import blueprint as introspection
-from distexp.models import head, hf, task_models, transforms
 from distexp.models.adapter import add_adapter
 from distexp.models.blueprint import Blueprint
 from distexp.strategies.base import load_strategy
@@ -144,7 +144,7 @@ def build_model(
     elif config.dataset.image_size is not None:
         task_models.check_images(blueprint.model, config.dataset.image_size)
     if config.dataset.packing:
-        introspection.check_packing(blueprint.model)
+        attention.check_packing(blueprint.model)
     if config.train.save_model:
         hf.check_exportable(blueprint.model)
     if config.train.loss == "own":

@@ -12,7 +12,7 @@ from torch import nn
 from distexp.config import ConfigError
 from distexp.data.base import Batch
 from distexp.data.text import PackedSamples, TextCollate
-from distexp.models.blueprint import check_packing
+from distexp.models.attention import check_packing
 from tests.helpers.attention import build, compute, make_samples, randomize
 
 pytestmark = pytest.mark.usefixtures("flex_backward_on_cpu")
