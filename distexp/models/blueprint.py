@@ -230,8 +230,8 @@ def _like(parameter: nn.Parameter, tensor: Tensor) -> nn.Parameter:
     """Return a tensor as a parameter with the attributes and hooks of another one."""
     made = nn.Parameter(tensor, requires_grad=parameter.requires_grad)
     vars(made).update(vars(parameter))
-    made._backward_hooks = parameter._backward_hooks
-    made._post_accumulate_grad_hooks = getattr(parameter, "_post_accumulate_grad_hooks", None)  # type: ignore[attr-defined]
+    for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        setattr(made, hooks, getattr(parameter, hooks, None))
     return made
 
 
