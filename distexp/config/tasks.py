@@ -42,7 +42,7 @@ TASKS: Mapping[str, Task] = {
     "seq2seq_lm": Task(
         (*TOKENS, DECODER_LABELS),
         "AutoModelForSeq2SeqLM",
-        ("ForConditionalGeneration",),
+        ("ForConditionalGeneration", "MTModel", "EncoderDecoderModel", "ForTextToText"),
         "hf with model.task=seq2seq_lm and a model such as T5 or BART",
         "chat or synthetic",
     ),
@@ -73,7 +73,7 @@ TASKS: Mapping[str, Task] = {
     "image_classification": Task(
         ("images",),
         "AutoModelForImageClassification",
-        ("ForImageClassification",),
+        ("ForImageClassification", "ForImageClassificationWithTeacher"),
         "resnet_tiny or resnet50",
         "tinyimagenet_sample, tinyimagenet, image_folder or synthetic",
         is_text=False,

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from distexp.config import ConfigError
@@ -50,7 +51,7 @@ class Blueprint:
         for text in filter(None, (note, unify_types(self.model))):
             if context.rank == 0:
                 print(f"note: {text}", flush=True)
-        _check_hooks(self.model)
+        _check_weights(self.model, context.world_size)
         tensors = _named_tensors(self.model)
         shapes = " ".join(f"{name}{tuple(tensor.shape)}{tensor.dtype}" for name, tensor in tensors)
         self._weights_key = weights_key and f"{weights_key} {shapes}"
@@ -173,7 +174,12 @@ def build_empty(build: Callable[[], nn.Module], device: torch.device) -> tuple[n
 
     _change_plain_tensors(model, place)
     for module in model.modules():
-        for name in [name for name, weight in module._parameters.items() if weight is not None and not weight.numel()]:
+        sized = {
+            name: weight
+            for name, weight in module._parameters.items()
+            if not isinstance(weight, UninitializedParameter) and weight is not None
+        }
+        for name in [name for name, weight in sized.items() if not weight.numel()]:
             empty = module._parameters.pop(name)
             module.register_buffer(name, None if empty is None else empty.detach())
     return model, reason
@@ -235,14 +241,28 @@ def _like(parameter: nn.Parameter, tensor: Tensor) -> nn.Parameter:
     return made
 
 
-def _check_hooks(model: nn.Module) -> None:
-    """Raise ConfigError if a parameter has hooks. They hold tensors without values, and sharding would lose them."""
-    for name, parameter in model.named_parameters():
-        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
-            raise ConfigError(
-                f"{type(model).__name__} has a gradient hook on {name}, which a sharded weight would lose: change the "
-                f"gradient in forward, as in weight * mask + (weight * (1 - mask)).detach()"
-            )
+def _check_weights(model: nn.Module, workers: int) -> None:
+    """Raise ConfigError if a model has weights, or changes them, in a way that training or sharding would lose."""
+    problem = ""
+    for name, weight in model.named_parameters():
+        if weight._backward_hooks or getattr(weight, "_post_accumulate_grad_hooks", None):
+            # A hook often holds a tensor without values, such as a mask.
+            way = "change the gradient in forward, as in w * mask + (w * (1 - mask)).detach()"
+            problem = f"a gradient hook on {name}: {way}"
+        elif weight.is_complex():
+            problem = f"the complex weight {name}: keep a real one, and use torch.view_as_complex in forward"
+        elif isinstance(weight, UninitializedParameter):
+            problem = f"no shape for {name}: give the sizes in its constructor, in place of a lazy module"
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            if module.sparse:
+                problem = f"sparse gradients in {name}: leave sparse=True out"
+            elif module.max_norm is not None and workers > 1:
+                problem = (
+                    f"max_norm={module.max_norm:g} in {name}, which changes other rows on each worker: use one worker"
+                )
+    if problem:
+        raise ConfigError(f"{type(model).__name__} has {problem}")
 
 
 def _empty_tensors(model: nn.Module) -> Any:

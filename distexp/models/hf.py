@@ -18,7 +18,7 @@ from distexp.models import task_models
 from distexp.models.adapter import save_adapter
 from distexp.models.blueprint import build_empty
 from distexp.models.objective import LOSS_SUM, get_logits
-from distexp.models.transforms import DROPOUT_ENDINGS
+from distexp.models.transforms import DROPOUT_ENDINGS, RANDOM_ENDINGS, dropout_rates
 from distexp.runs.run_dir import MODEL
 from distexp.system.cache_dir import build_once, cache_dir, offline_if_unreachable
 from distexp.system.files import replace_atomically
@@ -90,7 +90,20 @@ def _read_config(model: ModelConfig, num_classes: int) -> Any:
             )
         for name in rates:
             setattr(text, name, model.dropout)
+        others = [name for name in text.to_dict() if name.endswith(RANDOM_ENDINGS) and name not in rates]
+        for name in others if model.dropout == 0 else ():
+            setattr(text, name, 0.0)
     return config
+
+
+def check_layerdrop(model: nn.Module) -> None:
+    """Raise ConfigError if a model skips layers at random. With sharding, some workers would wait for weights."""
+    for name, rate in dropout_rates(model).items():
+        if name.endswith("layerdrop"):
+            raise ConfigError(
+                f"{type(model).__name__} has {name}={rate:g}: each worker would skip other layers. Add "
+                f"model.options.{name}=0, or use one worker"
+            )
 
 
 def _config_of(values: dict[str, Any]) -> Any:

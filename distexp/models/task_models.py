@@ -84,7 +84,7 @@ def _with_decoder_labels(model: Any, settings: ModelConfig) -> Callable[..., Any
 
     try:
         shift_rows(torch.full((1, 1), IGNORE, device="cpu"))
-    except (TypeError, ValueError) as error:
+    except (AttributeError, TypeError, ValueError) as error:
         raise ConfigError(
             f"model.name={settings.name} cannot start its decoder ({first_line(error)}): set decoder_start_token_id "
             "and pad_token_id in its config.json, which are the same token for a T5"

@@ -265,8 +265,9 @@ def _forward(norm: _BatchNorm, inputs: Tensor) -> Tensor:
     )
 
 
-DROPOUT_ENDINGS = ("dropout", "pdrop", "dropout_prob", "dropout_p")
-"""Ends of the names of dropout rates in configurations of transformers."""
+DROPOUT_ENDINGS = ("dropout", "pdrop", "dropout_prob", "dropout_p", "dropout_rate")
+RANDOM_ENDINGS = (*DROPOUT_ENDINGS, "layerdrop", "drop_path_rate", "drop_rate", "drop_connect_rate", "jitter_noise")
+"""Ends of the names of dropout rates in configurations of transformers, and of all that make a training random."""
 
 
 def check_dropout(model: nn.Module, config: Config) -> None:
@@ -298,7 +299,7 @@ def dropout_rates(model: nn.Module) -> dict[str, float]:
     configured = {
         name: value
         for name, value in (vars(settings) if hasattr(settings, "__dict__") else {}).items()
-        if name.endswith(DROPOUT_ENDINGS) and isinstance(value, float)
+        if name.endswith(RANDOM_ENDINGS) and isinstance(value, float)
     }
     return {name: rate for name, rate in (configured | modules).items() if rate > 0}
 
@@ -381,8 +382,7 @@ class _WatchedOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @contextmanager
 def _stored(storing: AbstractContextManager[Any]) -> Iterator[None]:
-    watching = _WatchedOperations() if stored_watchers else nullcontext()  # type: ignore[no-untyped-call]
-    with watching, storing:
+    with _WatchedOperations() if stored_watchers else nullcontext(), storing:  # type: ignore[no-untyped-call]
         yield
 
 

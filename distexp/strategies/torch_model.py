@@ -389,8 +389,8 @@ MODEL_ERRORS = {
     "got mixed torch.Tensor and DTensor": _OUTSIDE_OF_FORWARD,
     "out of bounds for storage of size 0": _OUTSIDE_OF_FORWARD,
     "is shared with a parameter already managed by another FSDP group": (
-        "{model} uses one weight in several of its modules, which the Trainer shards one by one: use engine=native, "
-        "or strategy=ddp"
+        "{model} uses one weight in several of its modules, which are sharded one by one: use fsdp.wrap=none and "
+        "engine=native, or strategy=ddp"
     ),
     "tracing error at step": (
         "{model} computes its modules in another order than in the step before, which DeepSpeed does not "

@@ -147,6 +147,8 @@ def build_model(
         attention.check_packing(blueprint.model)
     if config.train.save_model:
         hf.check_exportable(blueprint.model)
+    if context.world_size > 1:
+        hf.check_layerdrop(blueprint.model)
     if config.train.loss == "own":
         introspection.check_forward_arguments(blueprint.model, (*config.model.traits.inputs, base.TARGET_LABELS))
     head.adapt_router(blueprint.model)

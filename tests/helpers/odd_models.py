@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.utils import weight_norm
 
 from distexp.config import ModelConfig
 from distexp.models.objective import LOSS_SUM
@@ -77,6 +78,18 @@ class Item(Plain):
 
     def get_output_embeddings(self) -> nn.Module:
         return self.head
+
+
+class Measured(Plain):
+    """Its constructor reads a weight, and computes another one from two."""
+
+    def __init__(self, vocabulary: int) -> None:
+        super().__init__(vocabulary)
+        self.scale = 30 * float(self.head.weight.std())
+        self.head = weight_norm(self.head)
+
+    def body(self, hidden: Tensor, tokens: Tensor) -> Tensor:
+        return super().body(hidden * self.scale, tokens)
 
 
 class Experts(Plain):
@@ -209,9 +222,16 @@ class Bidirectional(Plain):
 
 
 KINDS = {
-    **{"plaintensor": PlainTensor, "item": Item, "experts": Experts, "unused": Unused, "ftied": FunctionalHead},
+    **{
+        "plaintensor": PlainTensor,
+        "item": Item,
+        "measured": Measured,
+        "experts": Experts,
+        "unused": Unused,
+        "ftied": FunctionalHead,
+    },
     **{"method": Method, "view": View, "scalar": Scalar, "empty": Empty, "types": MixedTypes, "loss": OwnLoss},
-    "bidirectional": Bidirectional,
+    **{"bidirectional": Bidirectional, "ftied": FunctionalHead},
 }
 
 

@@ -35,6 +35,7 @@ CELLS = {
 NOTES = {
     "plaintensor": "scale, tables['shift'] is neither a parameter nor a buffer (use register_buffer)",
     "item": "its constructor reads values of tensors (helpers/odd_models.py:",
+    "measured": "Measured is built on the CPU, at once, because its constructor reads values of parameters (",
     "types": "the weights of MixedTypes have the types bfloat16, float32, so they are cast to float32",
 }
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from distexp.config import ConfigError
 from distexp.distributed.context import Context
@@ -145,3 +146,43 @@ def test_a_training_continues_if_its_weights_cannot_be_kept_or_read(
     monkeypatch.setattr(torch, "load", fail)
     assert seeded("model")[0].keys() == {"weight", "flag"}
     assert "made again, because those of an earlier run cannot be read: no space" in capsys.readouterr().out
+
+
+def hooked(module: nn.Module) -> nn.Module:
+    """Add a hook to the weight of a module."""
+    mask = torch.ones(())
+    module.weight.register_hook(lambda gradient: gradient * mask)  # type: ignore[operator, union-attr]
+    return module
+
+
+REFUSED_WEIGHTS: dict[str, tuple[Callable[[], nn.Module], int]] = {
+    "Linear has a gradient hook on weight: change the gradient in forward": (lambda: hooked(nn.Linear(2, 2)), 1),
+    "LazyLinear has no shape for bias: give the sizes": (lambda: nn.LazyLinear(2), 1),
+    "Linear has the complex weight bias: keep a real one": (lambda: nn.Linear(2, 2, dtype=torch.complex64), 1),
+    "Sequential has sparse gradients in 0: leave sparse=True out": (
+        lambda: nn.Sequential(nn.Embedding(2, 2, sparse=True)),
+        1,
+    ),
+    "Sequential has max_norm=1 in 0, which changes other rows on each worker: use one worker": (
+        lambda: nn.Sequential(nn.Embedding(2, 2, max_norm=1.0)),
+        2,
+    ),
+}
+
+
+@pytest.mark.parametrize("message", REFUSED_WEIGHTS)
+def test_weights_that_training_would_change_otherwise_are_refused(message: str, tmp_path: Path) -> None:
+    build, workers = REFUSED_WEIGHTS[message]
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        Blueprint(build, Context(0, workers, 0, workers, 1, torch.device("cpu"), tmp_path))
+
+
+def test_a_parameter_keeps_its_attributes(tmp_path: Path) -> None:
+    def build() -> nn.Module:
+        module = nn.Linear(2, 2)
+        module.weight.factor = 2.0  # type: ignore[attr-defined]
+        return module
+
+    blueprint = Blueprint(build, Context(0, 1, 0, 1, 1, torch.device("cpu"), tmp_path))
+    blueprint.materialize(blueprint.model)
+    assert blueprint.model.weight.factor == 2.0  # type: ignore[attr-defined, union-attr]

@@ -229,6 +229,7 @@ def test_the_task_is_that_of_the_architecture(tmp_path: Path) -> None:
     assert task(model_type="gpt2", architectures=["GPT2LMHeadModel"]) == "causal_lm"
     assert task(model_type="bert", architectures=["BertForMaskedLM"]) == "masked_lm"
     assert task(model_type="t5", architectures=["T5ForConditionalGeneration"], is_encoder_decoder=True) == "seq2seq_lm"
+    assert task(model_type="marian", architectures=["MarianMTModel"], is_encoder_decoder=True) == "seq2seq_lm"
     assert task(model_type="gemma3", architectures=["Gemma3ForConditionalGeneration"]) == "causal_lm"
     assert task(model_type="vit", architectures=["ViTForImageClassification"]) == "image_classification"
     assert task(model_type="llama") == "causal_lm"
