@@ -98,12 +98,13 @@ def _read_config(model: ModelConfig, num_classes: int) -> Any:
 
 def check_layerdrop(model: nn.Module) -> None:
     """Raise ConfigError if a model skips layers at random. With sharding, some workers would wait for weights."""
-    for name, rate in dropout_rates(model).items():
-        if name.endswith("layerdrop"):
-            raise ConfigError(
-                f"{type(model).__name__} has {name}={rate:g}: each worker would skip other layers. Add "
-                f"model.options.{name}=0, or use one worker"
-            )
+    rates = {name: rate for name, rate in dropout_rates(model).items() if name.endswith("layerdrop")}
+    if rates:
+        found = ", ".join(f"{name}={rate:g}" for name, rate in rates.items())
+        raise ConfigError(
+            f"{type(model).__name__} has {found}: each worker would skip other layers. Add "
+            f"{' '.join(f'model.options.{name}=0' for name in rates)}, or use one worker"
+        )
 
 
 def _config_of(values: dict[str, Any]) -> Any:
