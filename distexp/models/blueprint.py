@@ -174,14 +174,10 @@ def build_empty(build: Callable[[], nn.Module], device: torch.device) -> tuple[n
 
     _change_plain_tensors(model, place)
     for module in model.modules():
-        sized = {
-            name: weight
-            for name, weight in module._parameters.items()
-            if not isinstance(weight, UninitializedParameter) and weight is not None
-        }
-        for name in [name for name, weight in sized.items() if not weight.numel()]:
-            empty = module._parameters.pop(name)
-            module.register_buffer(name, None if empty is None else empty.detach())
+        for name, weight in list(module._parameters.items()):
+            if weight is not None and not isinstance(weight, UninitializedParameter) and not weight.numel():
+                del module._parameters[name]
+                module.register_buffer(name, weight.detach())
     return model, reason
 
 

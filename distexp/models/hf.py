@@ -77,22 +77,17 @@ def _read_config(model: ModelConfig, num_classes: int) -> Any:
     config.use_cache = False  # training never uses cached keys and values, which take memory
     if model.dropout is not None:  # one rate for embeddings, attention and residuals, whose names differ
         text = config.get_text_config()
-        rates = [
-            name
-            for name, value in text.to_dict().items()
-            if name.endswith(DROPOUT_ENDINGS) and type(value) in (int, float)
-        ]
+        values = text.to_dict().items()
+        random = [name for name, value in values if name.endswith(RANDOM_ENDINGS) and type(value) in (int, float)]
+        rates = [name for name in random if name.endswith(DROPOUT_ENDINGS)]
         if not rates and model.dropout:
             wanted = ", ".join(f"*{ending}" for ending in DROPOUT_ENDINGS)
             raise ConfigError(
                 f"model.dropout={model.dropout:g} is not supported: the configuration of model.name={model.name} "
                 f"({config.model_type}) has no dropout rate ({wanted}): leave model.dropout out"
             )
-        for name in rates:
+        for name in rates if model.dropout else random:
             setattr(text, name, model.dropout)
-        others = [name for name in text.to_dict() if name.endswith(RANDOM_ENDINGS) and name not in rates]
-        for name in others if model.dropout == 0 else ():
-            setattr(text, name, 0.0)
     return config
 
 

@@ -68,7 +68,5 @@ def test_without_dropout_nothing_is_random(kind: str, rate: str, ending: str, tm
     assert [getattr(model.config, rate) for model in models.values()] == [0.03, 0, 0.2 if ending == "dropout" else 0.03]
     hf.check_layerdrop(models["0"])
     if ending == "layerdrop":
-        with pytest.raises(
-            ConfigError, match=r"has encoder_layerdrop=0.03, .* Add model.options.encoder_layerdrop=0 "
-        ):
+        with pytest.raises(ConfigError, match=r"has encoder_layerdrop=0.03, .* Add model.options.encoder_layerdrop=0 "):
             hf.check_layerdrop(models["0.2"])
