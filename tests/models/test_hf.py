@@ -250,7 +250,7 @@ def test_a_dropout_that_the_architecture_lacks_is_refused_with_the_names(tmp_pat
         ConfigError, match=r"model\.dropout=0\.1 is not supported: .* \(mamba\) has no dropout rate"
     ) as found:
         build_random(tmp_path, content, "model.dropout=0.1")
-    assert "(*dropout, *pdrop, *dropout_prob, *dropout_p): leave model.dropout out" in str(found.value)
+    assert "(*dropout, *pdrop, *dropout_prob, *dropout_p, *dropout_rate): leave model.dropout out" in str(found.value)
     build_random(tmp_path, content, "model.dropout=0")
 
 
