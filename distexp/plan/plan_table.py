@@ -144,8 +144,9 @@ def micro_batch_line(largest: LargestMicroBatch) -> str:
 
 def avoidable_line(avoidable: AvoidablePart, estimate: Estimate, variant: Estimate, config: Config) -> str:
     """Return which part is avoidable, and what the training needs with the change, which is another prediction."""
-    change, needed = " ".join(avoidable.overrides), _memory(variant.required_mib)
-    line = f"{_memory(estimate.parts[avoidable.part])} are {avoidable.reason}: {change} needs {needed} instead of {_memory(estimate.required_mib)}"
+    change = " ".join(avoidable.overrides)
+    needed = f"{_memory(variant.required_mib)} instead of {_memory(estimate.required_mib)}"
+    line = f"{_memory(estimate.parts[avoidable.part])} are {avoidable.reason}: {change} needs {needed}"
     if (steps := config.train.gradient_accumulation_steps) > 1 and change == "train.gradient_accumulation_steps=1":
         samples = config.train.micro_batch * config.data_parallel
         line += f", with a global batch of {samples} samples instead of {samples * steps}"
