@@ -71,14 +71,18 @@ def _name(folder: Path) -> str:
 def _write(folder: Path, name: str, target: Path, left_out: Counter[str]) -> int:
     """Write the archive, and return the number of its files. ``left_out`` gets the bytes of what is left out."""
     count = 0
-    with tarfile.open(target, "x:gz") as archive:  # "x" fails if another command has just written it.
-        try:
+    try:
+        with tarfile.open(target, "x:gz") as archive:
             for path in _small_files(folder, left_out):
                 archive.add(path, Path(name, path.relative_to(folder)), recursive=False, filter=_without_owner)
                 count += 1
-        except BaseException:
-            target.unlink()
-            raise
+    except FileExistsError:  # Another command has just written it.
+        raise
+    except BaseException as error:  # also at the end of the block, which writes what is left
+        target.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.filename is None:
+            raise OSError(error.errno, error.strerror, str(target)) from error
+        raise
     return count
 
 

@@ -15,6 +15,7 @@ import pytest
 from distexp.cli.main import main
 from distexp.runs import attempts
 from tests.helpers.runs import REPOSITORY, make_spec
+from tests.helpers.small_disk import small_disk
 from tests.helpers.terminal import Terminal
 from tests.test_status import write_sweep
 
@@ -142,6 +143,17 @@ def test_the_report_of_an_unpacked_archive_is_that_of_the_sweep(
     assert capsys.readouterr().out == shown
     assert main(["archive", "sweep", "--output", "sweep/inside.tar.gz"]) == 2
     assert "would be inside of sweep" in capsys.readouterr().err
+
+
+def test_an_archive_on_a_full_disk_leaves_no_partial_file(
+    sweep: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with small_disk(tmp_path / "disk", "16k") as disk:
+        (sweep / "0" / "noise").write_bytes(os.urandom(40_000))
+        target = disk / "kept.tar.gz"
+        assert main(["archive", "sweep", "--output", str(target)]) == 1
+        assert capsys.readouterr().err == f"distexp: {target}: No space left on device\n"
+        assert not target.exists()
 
 
 def test_an_archive_with_a_colon_in_its_name_is_unpacked_as_shown(
