@@ -22,7 +22,13 @@ from distexp.config.keys import (
     options_of,
     strategy_groups,
 )
-from distexp.config.overrides import copyable_override, home_message, parse, shell_quote, without_plus_prefix
+from distexp.config.overrides import (
+    copyable_override,
+    home_message,
+    parse,
+    shell_quote,
+    without_plus_prefix,
+)
 from distexp.data.sources.image_folder import ENDINGS
 from distexp.data.sources.rows import first_columns, is_local, walk_files
 from distexp.exceptions import describe_os_error, first_line
@@ -119,7 +125,7 @@ def _explain_value(error: Exception) -> str:
         return f"{origin}{key} is not a key{hint}"
     accepted = describe_values(key) if isinstance(cause, ValidationError) else None
     if accepted is None and text.startswith(MERGED):
-        return _explain_merging(text.removeprefix(MERGED).lstrip("+"), first_line(cause))
+        return _explain_merging(text.removeprefix(MERGED), first_line(cause))
     if accepted is not None:
         given = text.removeprefix(MERGED).lstrip("+")
         if file or not str(error):
@@ -134,12 +140,25 @@ def _explain_composition(text: str) -> str:
         return f"{text}: give an existing folder to --config-dir"
     if unmatched := re.match(r"Could not override '(.+)'\. No match in the defaults list", text):
         return f"{unmatched[1]} is not a config group: leave it out"
+    if added := re.match(r"Could not append to config\. An item is already at '(.+)'", text):
+        return f"{added[1]} {_without_plus(added[1])}"
+    if repeated := re.match(r"(?:Multiple values for )?([\w/@]+)(?:\. To override| appears more than once in)", text):
+        group = repeated[1]
+        return f"{group} {_without_plus(group, 'OPTION')}. In a file, write 'override /{group}: OPTION'"
     return text
 
 
-def _explain_merging(override: str, reason: str) -> str:
+def _without_plus(key: str, value: str = "VALUE") -> str:
+    """Return why a plus in front of a key is wrong, to be printed after the key."""
+    return f"has a value already: leave the + out, as in {key}={value}"
+
+
+def _explain_merging(typed: str, reason: str) -> str:
     """Return the error for an override of another type than its section, an open section, or a key of Hydra."""
+    override = typed.lstrip("+")
     key = override.partition("=")[0]
+    if "Missing mandatory value: hydra." in reason:  # Hydra has resolved the value that the key has.
+        return f"{key[1:]} cannot be deleted: leave {key} out" if key[0] == "~" else f"{key} {_without_plus(key)}"
     if "key type" in reason or reason.startswith("Key "):
         return f"{override} has a key that is not a text: write {key}={{NAME:VALUE}}"
     if accepted := describe_values(key):
