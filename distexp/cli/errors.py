@@ -7,12 +7,14 @@ import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from hydra.core.override_parser.types import Glob, Override
 from hydra.errors import MissingConfigException, OverrideParseException
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException, ValidationError
 from yaml import MarkedYAMLError, YAMLError
 
 from distexp.cli.foreign_names import ALIASES, OPTION_NAMES
 from distexp.config import ConfigError
+from distexp.config.fields import info_of
 from distexp.config.keys import (
     RESERVED_KEYS,
     config_groups,
@@ -20,13 +22,16 @@ from distexp.config.keys import (
     is_key,
     known_keys,
     options_of,
+    schema_fields,
     strategy_groups,
 )
 from distexp.config.overrides import (
     copyable_override,
     home_message,
     parse,
+    plain_value,
     shell_quote,
+    values_of,
     without_plus_prefix,
 )
 from distexp.data.sources.image_folder import ENDINGS
@@ -201,12 +206,23 @@ def _explain_signs(override: str, key: str, value: str) -> str | None:
         return f"{override} has no values: write {shell_quote(f'{key}={value[:-1]}VALUE,VALUE)')}"
     typed = re.sub(r",+(?=[],]|$)|(?<=\[),+|^,+", "", value)
     try:
-        parse([f"{key}={typed}"])
+        (parsed,) = parse([f"{key}={typed}"])
     except OverrideParseException:
         return None
     if typed in ("", value):
         return None
+    if needed := _length_error(key, parsed):
+        return f"{override} has a comma without a value, and {key} {needed}"
     return f"{override} has a comma without a value: add the value, or write {shell_quote(f'{key}={typed}')}"
+
+
+def _length_error(key: str, parsed: Override) -> str | None:
+    """Return why a key does not accept the length of a list; None if it does."""
+    values = [plain_value(value) for value in values_of(parsed)] if not isinstance(parsed.value(), Glob) else []
+    spec = dict(schema_fields()).get(key)
+    length = info_of(spec).length if spec is not None else None
+    wrong = [value for value in values if isinstance(value, list) and length not in (None, len(value))]
+    return info_of(spec).find_error(wrong[0]) if spec is not None and wrong else None
 
 
 def _quote_entries(override: str) -> str | None:
