@@ -232,7 +232,7 @@ def not_a_sweep(directory: Path, missing: str) -> str:
         if (above / COMMAND).is_file():
             return f"{directory} is not a sweep but is inside one: give {above}"
     below = [*directory.glob(f"*/{COMMAND}"), *directory.glob(f"*/*/{COMMAND}")]
-    example = f", such as {max(below, key=_modified).parent}" if below else ""
+    example = f", such as {max(below, key=_modified).parent}" if below else ". 'distexp ls' lists the newest ones"
     return f"{directory} contains no {missing}: give the directory of a sweep{example}"
 
 
