@@ -9,17 +9,21 @@ from distexp.config.overrides import format_count
 from distexp.exceptions import print_error, print_text, run_until_pipe_closes
 from distexp.launch.launcher import CancelError, launchers_of
 from distexp.runs.record import ExistingRuns, choose_newest_sweep, not_a_sweep
-from distexp.status import DIRECTORY_HELP
+from distexp.runs.run_dir import COMMAND
+from distexp.status import DIRECTORY_HELP, is_run_folder
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """End the runs of a sweep, and print how many; return 1 if a run could not be ended, 2 if DIR is not a sweep."""
+    """End the runs of a sweep, and print how many; return 1 if one could not be ended, 2 if DIR is no sweep or run."""
     parser = argparse.ArgumentParser(
         prog="distexp cancel", description="End the runs of a sweep, on Slurm or on this machine."
     )
     parser.add_argument("directory", type=Path, metavar="DIR", nargs="?", help=DIRECTORY_HELP)
     options = parser.parse_args(arguments)
     sweep_dir = options.directory or choose_newest_sweep()
+    if not is_run_folder(sweep_dir):  # All runs below a larger folder, such as the home directory, are too many to end.
+        print_error(not_a_sweep(sweep_dir, COMMAND))
+        return 2
     launchers = launchers_of(sweep_dir, ExistingRuns.read(sweep_dir).runs)
     if not launchers:
         print_error(not_a_sweep(sweep_dir, "run"))

@@ -3,6 +3,7 @@
 import io
 import os
 import re
+import resource
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -180,11 +181,25 @@ LIMITS = {
 """Texts of errors at a limit of the system, with what to do."""
 
 
+ALLOCATION = re.compile(r"\bMemoryError|[Mm]emory allocation|allocate memory|failed to map segment|bad_alloc")
+"""Texts of errors of memory that could not be allocated."""
+
+
+def address_space_hint() -> str:
+    """Return what to do about the limit of the address space of this process; empty if it has none."""
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if limit == resource.RLIM_INFINITY:
+        return ""
+    return f"the address space is limited (ulimit -v {limit // 1024}): raise the limit, or use a shell without it"
+
+
 def name_limit(message: str) -> str:
     """Return the message of an error; if it is about a limit of the system, with the limit in the same line."""
     lines = message.split("\n")
     for number, line in enumerate(lines):
-        if hint := next((hint for text, hint in LIMITS.items() if text in line and hint not in line), None):
-            lines[number] = f"{line}: {hint}"
+        hints = [hint for text, hint in LIMITS.items() if text in line]
+        hints += [address_space_hint()] if ALLOCATION.search(line) else []
+        if hint := next((hint for hint in hints if hint not in line), None):
+            lines[number] = f"{line.rstrip('.')}: {hint}"
             break
     return "\n".join(lines)

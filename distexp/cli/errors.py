@@ -7,12 +7,14 @@ import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from hydra.core.override_parser.types import Glob, Override
 from hydra.errors import MissingConfigException, OverrideParseException
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException, ValidationError
 from yaml import MarkedYAMLError, YAMLError
 
 from distexp.cli.foreign_names import ALIASES, OPTION_NAMES
 from distexp.config import ConfigError
+from distexp.config.fields import info_of
 from distexp.config.keys import (
     RESERVED_KEYS,
     config_groups,
@@ -20,9 +22,18 @@ from distexp.config.keys import (
     is_key,
     known_keys,
     options_of,
+    schema_fields,
     strategy_groups,
 )
-from distexp.config.overrides import copyable_override, home_message, parse, shell_quote, without_plus_prefix
+from distexp.config.overrides import (
+    copyable_override,
+    home_message,
+    parse,
+    plain_value,
+    shell_quote,
+    values_of,
+    without_plus_prefix,
+)
 from distexp.data.sources.image_folder import ENDINGS
 from distexp.data.sources.rows import first_columns, is_local, walk_files
 from distexp.exceptions import describe_os_error, first_line
@@ -119,7 +130,7 @@ def _explain_value(error: Exception) -> str:
         return f"{origin}{key} is not a key{hint}"
     accepted = describe_values(key) if isinstance(cause, ValidationError) else None
     if accepted is None and text.startswith(MERGED):
-        return _explain_merging(text.removeprefix(MERGED).lstrip("+"), first_line(cause))
+        return _explain_merging(text.removeprefix(MERGED), first_line(cause))
     if accepted is not None:
         given = text.removeprefix(MERGED).lstrip("+")
         if file or not str(error):
@@ -134,12 +145,25 @@ def _explain_composition(text: str) -> str:
         return f"{text}: give an existing folder to --config-dir"
     if unmatched := re.match(r"Could not override '(.+)'\. No match in the defaults list", text):
         return f"{unmatched[1]} is not a config group: leave it out"
+    if added := re.match(r"Could not append to config\. An item is already at '(.+)'", text):
+        return f"{added[1]} {_without_plus(added[1])}"
+    if repeated := re.match(r"(?:Multiple values for )?([\w/@]+)(?:\. To override| appears more than once in)", text):
+        group = repeated[1]
+        return f"{group} {_without_plus(group, 'OPTION')}. In a file, write 'override /{group}: OPTION'"
     return text
 
 
-def _explain_merging(override: str, reason: str) -> str:
+def _without_plus(key: str, value: str = "VALUE") -> str:
+    """Return why a plus in front of a key is wrong, to be printed after the key."""
+    return f"has a value already: leave the + out, as in {key}={value}"
+
+
+def _explain_merging(typed: str, reason: str) -> str:
     """Return the error for an override of another type than its section, an open section, or a key of Hydra."""
+    override = typed.lstrip("+")
     key = override.partition("=")[0]
+    if "Missing mandatory value: hydra." in reason:  # Hydra has resolved the value that the key has.
+        return f"{key[1:]} cannot be deleted: leave {key} out" if key[0] == "~" else f"{key} {_without_plus(key)}"
     if "key type" in reason or reason.startswith("Key "):
         return f"{override} has a key that is not a text: write {key}={{NAME:VALUE}}"
     if accepted := describe_values(key):
@@ -182,12 +206,23 @@ def _explain_signs(override: str, key: str, value: str) -> str | None:
         return f"{override} has no values: write {shell_quote(f'{key}={value[:-1]}VALUE,VALUE)')}"
     typed = re.sub(r",+(?=[],]|$)|(?<=\[),+|^,+", "", value)
     try:
-        parse([f"{key}={typed}"])
+        (parsed,) = parse([f"{key}={typed}"])
     except OverrideParseException:
         return None
     if typed in ("", value):
         return None
+    if needed := _length_error(key, parsed):
+        return f"{override} has a comma without a value, and {key} {needed}"
     return f"{override} has a comma without a value: add the value, or write {shell_quote(f'{key}={typed}')}"
+
+
+def _length_error(key: str, parsed: Override) -> str | None:
+    """Return why a key does not accept the length of a list; None if it does."""
+    values = [plain_value(value) for value in values_of(parsed)] if not isinstance(parsed.value(), Glob) else []
+    spec = dict(schema_fields()).get(key)
+    length = info_of(spec).length if spec is not None else None
+    wrong = [value for value in values if isinstance(value, list) and length not in (None, len(value))]
+    return info_of(spec).find_error(wrong[0]) if spec is not None and wrong else None
 
 
 def _quote_entries(override: str) -> str | None:

@@ -131,6 +131,10 @@ class CellRules(NamedTuple):
     keeps_accumulation: bool = False  # A typed number of accumulation steps may be replaced by that of a stored run.
 
 
+DEFAULT_SUBDIR = "${hydra.job.num}"
+"""``hydra.sweep.subdir`` of ``conf/config.yaml``, which differs for each run."""
+
+
 def compose_cells(
     context: HydraContext,
     master: DictConfig,
@@ -158,8 +162,7 @@ def compose_cells(
     if not resumes:
         given = dict.fromkeys(text for cell in cells for text in cell.overrides if key_of(text) in typed)
         errors += foreign_options(given, [cell.config or cell.decided for cell in cells])
-        typed_of_hydra = cast(list[str], OmegaConf.to_container(master.hydra.overrides.hydra))
-        if any(key_of(text) in ("hydra.sweep", "hydra.sweep.subdir") for text in typed_of_hydra):
+        if cast(dict[str, str], OmegaConf.to_container(master.hydra.sweep))["subdir"] != DEFAULT_SUBDIR:
             errors += shared_folders(cell.composed.hydra for cell in cells)
     if not resumes and not rules.keeps_accumulation:
         errors += dict.fromkeys(replaced_accumulation(cells, typed))

@@ -14,7 +14,7 @@ from distexp.exceptions import printable
 from distexp.explain import step_profile
 from distexp.explain.advice import advise, larger_global_batches
 from distexp.runs.metrics import PARTS
-from distexp.runs.record import RunRecord, describe_no_training, not_a_folder, read_records
+from distexp.runs.record import RunRecord, describe_no_training, no_readable_record, not_a_folder, read_records
 from distexp.runs.run_dir import COMMAND
 from distexp.strategies.base import recorded_strategy
 from distexp.strategies.parallel.checks import STAGES_PER_WORKER, bubble_share
@@ -266,13 +266,10 @@ def read_profiled_runs(directory: Path) -> list[ProfiledRun]:
     if not directory.is_dir():
         raise ConfigError(not_a_folder(directory))
     found = read_records(directory)
+    if not found.stored:
+        raise ConfigError(no_readable_record([directory], found.messages))
     for message in found.messages:
         print(f"skipped: {printable(message)}", file=sys.stderr)
-    if not found.stored:
-        raise ConfigError(
-            f"no readable record.json below {directory}: give the directory of a run or a sweep, such as "
-            "multirun_outputs/distexp"
-        )
     profiles = [(path.parent, record, step_profile.StepProfile.of(record)) for path, record in found.stored]
     runs = [ProfiledRun(where, record, profile) for where, record, profile in profiles if profile is not None]
     if not runs:

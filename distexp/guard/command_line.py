@@ -115,7 +115,8 @@ def _read_variable(name: str, *default: Any) -> str | None:
 def _secrets(composed: DictConfig) -> Iterator[str]:
     cluster, job = _raw(composed.cluster), _raw(composed.hydra.job)
     yield from (f"cluster.environment.{name}" for name in cluster["environment"] if looks_secret(name))
-    yield from (f"hydra.job.env_set.{name}" for name in job["env_set"] if looks_secret(name))
+    for name in filter(looks_secret, job["env_set"]):
+        yield f"hydra.job.env_copy=[{name}]" if name in job["env_copy"] else f"hydra.job.env_set.{name}"
     for key in TEXT_KEYS:
         for name in ASSIGNMENT.findall(_text(cluster[key])):
             if looks_secret(name):

@@ -47,10 +47,16 @@ CLUSTER_KEYS = ("environment", "sbatch", "srun", "modules", "setup", "python")
 TRACKER_URI = "tracker.uri"
 """The server that gets the results and the user's credentials."""
 
+OUTPUT_SUBDIR = "hydra.output_subdir"
+"""The folder in which Hydra overwrites its three files; of another user, it could be any."""
+
+ENV_COPY = "hydra.job.env_copy"
+"""Names of variables that Hydra copies to ``hydra.job.env_set``."""
+
 GUARDED = (
     # Hydra and ``logging.config`` create objects from these sections.
     *("hydra.launcher", "hydra.sweeper", "hydra.callbacks", "hydra.job_logging", "hydra.hydra_logging"),
-    *("hydra.job.env_set", *(f"cluster.{key}" for key in CLUSTER_KEYS), TRACKER_URI),
+    *("hydra.job.env_set", ENV_COPY, OUTPUT_SUBDIR, *(f"cluster.{key}" for key in CLUSTER_KEYS), TRACKER_URI),
 )
 
 MAX_VALUES = 100_000
@@ -152,12 +158,16 @@ class CheckedConfigLoader(ConfigLoaderImpl):
             return
         typed = typed_keys(sys.argv[1:])
         accepted = self._accepted_values(composed, typed)
+        copied = {f"hydra.job.env_set.{name}" for name in composed.hydra.job.env_copy}
         errors = []
         for section in GUARDED:
             wrong = {
                 key: value
                 for key, value in _leaves(section, composed)
-                if accepted.get(key) != value and not _is_typed(key, typed) and not _is_plain_sweep(key, value)
+                if key not in copied  # ``ENV_COPY`` is checked itself.
+                and accepted.get(key) != value
+                and not _is_typed(key, typed)
+                and not _is_plain_sweep(key, value)
             }
             errors += [_explain(section, wrong, composed)] if wrong else []
         if errors:
@@ -290,6 +300,8 @@ def _explain(section: str, values: Mapping[str, Any], composed: DictConfig) -> s
     danger = "would get the results and your credentials" if section == TRACKER_URI else "could run code"
     name = list(values)[-1].rpartition(".")[2]
     origin = _origin((name, texts[-1].strip("[]").partition(",")[0]), composed)
+    if section == OUTPUT_SUBDIR:  # The command line may not set it either.
+        return f"{shown[0]} {origin}, and would overwrite files in another folder: remove it from the file"
     typed = " ".join(f"'{text}'" for text in shown)
     return f"{', '.join(shown)} {origin}, and {danger}: if you trust it, {file}add {typed} to the command"
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import psutil
 
 from distexp.config.overrides import join_first
-from distexp.exceptions import name_limit
+from distexp.exceptions import address_space_hint, name_limit
 from distexp.measure.memory.sampler import run_traces
 from distexp.measure.stragglers import read_gpu_evidence
 from distexp.runs import attempts, texts
@@ -78,7 +78,7 @@ def _worker_cause(directory: Path, phase: str | None) -> Cause:
         if last := next(filter(str.strip, reversed(printed)), None):
             message += f", where the parent process of the workers printed last: {name_limit(last.strip())}"
         return Cause("failed", RunError("WorkerDied", message, phase))
-    first.message = name_limit(first.message)
+    first.message = name_limit(first.message) or (address_space_hint() if first.type == "MemoryError" else "")
     return Cause(texts.out_of_memory_status(first.type, first.message) or "failed", first)
 
 
@@ -89,7 +89,10 @@ def _signal_cause(directory: Path, number: int, process: str, phase: str | None,
         message = f"the kernel ran out of memory and killed {process}"
         return Cause("oom_host", RunError("OutOfMemoryKilled", message, phase, rank))
     status = "killed" if number in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT) else "failed"
-    return Cause(status, RunError(name, f"{process} was terminated by {name}", phase, rank))
+    # Libraries crash if they cannot allocate memory.
+    hint = address_space_hint() if number in (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT) else ""
+    message = f"{process} was terminated by {name}{f': {hint}' if hint else ''}"
+    return Cause(status, RunError(name, message, phase, rank))
 
 
 def signal_deaths(directory: Path) -> list[tuple[int, int]]:

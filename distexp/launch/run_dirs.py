@@ -99,7 +99,8 @@ def assign_run_dirs(
             continue
         composed = cell.composed
         if known is None:
-            claimed = claim_run_dir(partial(run_dir_for, composed, sweep_dir), first_free, resume=resume)
+            directory_of = partial(run_dir_for, composed, sweep_dir)
+            claimed = claim_run_dir(directory_of, first_free, sweep_dir, resume=resume)
             first_free = claimed.number + 1
         else:
             claimed = ClaimedDir(known.number, run_dir_for(composed, sweep_dir, known.number))
@@ -131,12 +132,12 @@ class ClaimedDir(NamedTuple):
     directory: Path
 
 
-def claim_run_dir(directory_of: Callable[[int], Path], first: int, *, resume: bool) -> ClaimedDir:
+def claim_run_dir(directory_of: Callable[[int], Path], first: int, sweep_dir: Path, *, resume: bool) -> ClaimedDir:
     """Claim the first free run directory by creating its ``.hydra`` folder.
 
-    Creating a folder is atomic, so two commands never share a run directory. ``resume`` changes the message only. Raise
-    ConfigError if every number has the same directory (``hydra.run.dir``), and it is taken, or if the directory
-    contains files of something else.
+    Creating a folder is atomic, so two commands never share a run directory. ``sweep_dir`` and ``resume`` change the
+    message only. Raise ConfigError if every number has the same directory (``hydra.run.dir``), and it is taken, or if
+    the directory contains files of something else.
     """
     for number in itertools.count(first):
         directory = directory_of(number)
@@ -145,7 +146,7 @@ def claim_run_dir(directory_of: Callable[[int], Path], first: int, *, resume: bo
             (directory / HYDRA).mkdir()
         except FileExistsError:
             if directory == directory_of(number + 1):
-                raise ConfigError(_taken_message(directory, resume=resume)) from None
+                raise ConfigError(_taken_message(directory, sweep_dir, resume=resume)) from None
             continue
         # The run would move files of something else to ``attempts/``.
         if found := [name for name in (*ATTEMPT_FILES, PREDICTED) if (directory / name).exists()]:
@@ -158,16 +159,18 @@ def claim_run_dir(directory_of: Callable[[int], Path], first: int, *, resume: bo
     raise AssertionError("unreachable")
 
 
-def _taken_message(directory: Path, *, resume: bool) -> str:
+def _taken_message(directory: Path, sweep_dir: Path, *, resume: bool) -> str:
+    subdir = os.path.relpath(directory, sweep_dir)
+    key, value = ("hydra.run.dir", directory) if subdir == "." else ("hydra.sweep.subdir", subdir)
     if resume:
         return (
-            f"{directory} contains a single run (hydra.run.dir), and the new overrides define a different run: resume "
+            f"{directory} contains a single run ({key}), and the new overrides define a different run: resume "
             f"without them, or start the new run in another directory. Add train.resume={directory} to start it from "
             "the last checkpoint of this run"
         )
     return (
-        f"hydra.run.dir={directory} contains a run already: choose another directory, or resume that run with "
-        f"{suggest_command('resume', directory)}"
+        f"{key}={value} contains a run already: choose another directory, or resume that run with "
+        f"{suggest_command('resume', sweep_dir.absolute())}"
     )
 
 

@@ -34,7 +34,7 @@ from distexp.report.data.repeats import (
 from distexp.report.data.rows import MAX_LENGTH, SEED, Row, format_noise, format_setting, format_settings, load_rows
 from distexp.report.files import PAGE, PLOTS, write_figures, write_files
 from distexp.report.overview_table import OverviewTable
-from distexp.runs.record import ExistingRuns, choose_newest_sweep, not_a_folder
+from distexp.runs.record import ExistingRuns, choose_newest_sweep, no_readable_record, not_a_folder
 from distexp.runs.run_dir import RECORD, REPORT
 from distexp.runs.texts import describe_disk_error
 from distexp.statistics.noise import Spread, difference_noise, is_within_noise
@@ -102,7 +102,7 @@ def report(directories: Sequence[Path], traced_runs: Sequence[str] = (), figures
             print(printable(text), file=sys.stderr)
     rows, skipped = _load(directories)
     if not rows:
-        return _no_records(directories)
+        return _print_error(no_readable_record(directories, skipped))
     unknown = sorted(set(traced_runs) - {row.label for row in rows})
     if unknown:
         return _print_error(f"--trace {' '.join(unknown)}: no such run. Give labels such as {rows[0].label}")
@@ -113,7 +113,8 @@ def report(directories: Sequence[Path], traced_runs: Sequence[str] = (), figures
     keep_errors(overview)
     make_console().print(OverviewTable(overview, results=target / "results.csv"))
     try:
-        written = write_files(overview, target, traced_runs, skipped)
+        notes = [f"skipped: {message}" for message in skipped]
+        written = write_files(overview, target, traced_runs, notes)
         parts = [path.relative_to(target).parts for path in written]
         names = sorted({f"{first}/" if rest else first for first, *rest in parts})
         print_text(f"written: {target}, {len(written)} files: {', '.join(names)}")
@@ -135,9 +136,10 @@ def report(directories: Sequence[Path], traced_runs: Sequence[str] = (), figures
 
 def compare(before: Path, after: Path) -> int:
     """Print the comparison of two sweeps. Return 1 if there are regressions."""
-    rows_before, rows_after = _load([before])[0], _load([after])[0]
+    (rows_before, skipped), (rows_after, skipped_after) = _load([before]), _load([after])
     if not rows_before or not rows_after:
-        return _no_records([after if rows_before else before])
+        missing, reasons = (after, skipped_after) if rows_before else (before, skipped)
+        return _print_error(no_readable_record([missing], reasons))
     comparison = Comparison.of(rows_before, rows_after)
     if not comparison.pairs:
         return _print_error(f"{before} and {after} have no configuration in common: nothing to compare")
@@ -147,16 +149,9 @@ def compare(before: Path, after: Path) -> int:
 
 def _load(directories: Sequence[Path]) -> tuple[list[Row], list[str]]:
     rows, skipped = load_rows(directories)
-    messages = [f"skipped: {message}" for message in skipped]
-    print(*messages, sep="\n", end="\n" if messages else "", file=sys.stderr)
-    return rows, messages
-
-
-def _no_records(directories: Sequence[Path]) -> int:
-    return _print_error(
-        f"no readable {RECORD} below {', '.join(map(str, directories))}: "
-        "give the directory of a run or a sweep, such as multirun_outputs/distexp"
-    )
+    for message in skipped if rows else ():  # Without rows, they are the error.
+        print(f"skipped: {message}", file=sys.stderr)
+    return rows, skipped
 
 
 def _print_error(message: str) -> int:

@@ -1,10 +1,10 @@
 """The steps from a composed configuration to one that can run, in their order."""
 
 import copy
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from functools import lru_cache, partial
-from pathlib import Path
 from typing import Any, cast
 
 from omegaconf import MISSING, DictConfig, MissingMandatoryValue, OmegaConf, open_dict
@@ -153,10 +153,10 @@ def foreign_options(overrides: Iterable[str], configs: Iterable[Config | None]) 
 
 def shared_folders(nodes: Iterable[DictConfig]) -> Iterator[str]:
     """Yield an error for the first of the ``hydra`` nodes of cells whose run would have the folder of another one."""
-    numbers: dict[Path, int] = {}
+    numbers: dict[str, int] = {}
     for number, node in enumerate(nodes):
         node.job.num = number
-        if (other := numbers.setdefault(Path(node.sweep.subdir), number)) != number:
+        if (other := numbers.setdefault(os.path.normpath(node.sweep.subdir), number)) != number:
             typed = cast(dict[str, Any], OmegaConf.to_container(node.sweep))["subdir"]
             named = f"hydra.sweep.subdir={typed}" if typed != "." else "hydra.run.dir or hydra.sweep.subdir=."
             yield (

@@ -232,8 +232,19 @@ def not_a_sweep(directory: Path, missing: str) -> str:
         if (above / COMMAND).is_file():
             return f"{directory} is not a sweep but is inside one: give {above}"
     below = [*directory.glob(f"*/{COMMAND}"), *directory.glob(f"*/*/{COMMAND}")]
-    example = f", such as {max(below, key=_modified).parent}" if below else ""
+    example = f", such as {max(below, key=_modified).parent}" if below else ". 'distexp ls' lists the newest ones"
     return f"{directory} contains no {missing}: give the directory of a sweep{example}"
+
+
+def no_readable_record(directories: Sequence[Path], reasons: Sequence[str] = ()) -> str:
+    """Return why no record below some directories can be read, or which directory to give if there is no record."""
+    start = f"no readable {RECORD} below {', '.join(map(str, directories))}"
+    if reasons:
+        others = f" ({len(reasons) - 1} others cannot be read either)" if len(reasons) > 1 else ""
+        return f"{start}: {reasons[0]}{others}. Give the directory of another run or sweep"
+    sweeps = list(Path(OUTPUTS).glob(f"*/*/{COMMAND}"))
+    example = f", such as {max(sweeps, key=_modified).parent}" if sweeps else ""
+    return f"{start}: give the directory of a run or a sweep{example}"
 
 
 def _modified(path: Path) -> float:

@@ -318,6 +318,7 @@ def conflicts(config: Config) -> Iterator[str]:
         yield f"deepspeed.config_file={path} is not a valid JSON object ({error}): correct the file"
         return
     yield from ds_config.key_errors(settings)
+    yield from ds_config.unsafe_errors(settings)
     train = config.train
     own = {"momentum": train.momentum} if train.optimizer == "sgd" else {"betas": list(train.betas), "eps": train.eps}
     optimizer = {"lr": train.learning_rate, "weight_decay": train.weight_decay, **own}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -84,13 +85,16 @@ def test_a_number_is_a_run_of_the_newest_sweep(
 
 def test_command_refuses_runs_without_a_profile(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (sweep / "0" / "empty").mkdir()
+    shutil.copytree(sweep / "0", torn := sweep / "torn")
+    (torn / "record.json").write_text('{"run": ')
     for arguments, message in (
+        ([str(sweep / "0"), str(torn)], f"no readable record.json below {torn}: {torn / 'record.json'} is not a JSON"),
         ([str(sweep / "2")], f"{sweep / '2'} has no profile: run it with distexp strategy=ddp profile=true"),
         ([str(sweep / "2"), str(sweep / "0")], "has no profile"),
         ([str(sweep), str(sweep / "0")], f"has 3 profiled runs: give one of them, such as {sweep / '0'}"),
         ([str(sweep / "3")], "has no profile, because the run is failed: give a completed run"),
         ([str(sweep / "4")], "no such directory. Give that of a run or a sweep"),
-        ([str(sweep / "0" / "empty")], "no readable record.json below"),
+        ([str(sweep / "0" / "empty")], "give the directory of a run or a sweep\n"),
         ([str(sweep)] * 3, "3 directories: give one, or two to compare"),
     ):
         assert main(arguments) == 2

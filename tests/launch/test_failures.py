@@ -264,17 +264,18 @@ def test_the_record_of_a_launcher_and_an_agent_that_died_together_is_written_lat
         assert not (tmp_path / name / "0" / ".reserve").exists()
 
 
-def test_cancel_ends_the_runs_of_all_sweeps_in_a_folder(tmp_path: Path) -> None:
-    """Their runs have equal numbers."""
-    sweeps = [tmp_path / name for name in ("first", "second")]
-    arguments = (*QUICK, "strategy=single", "train.num_epochs=100000")
-    commands = [StartedCommand(tmp_path, *arguments, f"hydra.sweep.dir={sweep}") for sweep in sweeps]
-    with commands[0], commands[1]:
-        for sweep in sweeps:
-            assert wait_for(lambda sweep=sweep: any(p.stat().st_size for p in sweep.rglob("metrics.jsonl")))
-        done = run_distexp("cancel", str(tmp_path), cwd=tmp_path, env=ENV)
-        assert (done.returncode, done.stdout) == (0, "2 runs cancelled\n")
-    assert [RunRecord.read(sweep / "0" / "record.json").status for sweep in sweeps] == ["killed", "killed"]
+def test_cancel_ends_the_runs_of_a_sweep_and_not_all_below_a_folder(tmp_path: Path) -> None:
+    sweep = tmp_path / "sweep"
+    arguments = (*QUICK, "strategy=single", "train.num_epochs=100000", f"hydra.sweep.dir={sweep}")
+    with StartedCommand(tmp_path, *arguments):
+        assert wait_for(lambda: any(p.stat().st_size for p in sweep.rglob("metrics.jsonl")))
+        refused = run_distexp("cancel", str(tmp_path), cwd=tmp_path, env=ENV)
+        assert refused.returncode == 2
+        assert refused.stderr.endswith(f"give the directory of a sweep, such as {sweep}\n")
+        assert not (sweep / "0" / "record.json").exists()
+        done = run_distexp("cancel", str(sweep), cwd=tmp_path, env=ENV)
+        assert (done.returncode, done.stdout) == (0, "1 run cancelled\n")
+    assert RunRecord.read(sweep / "0" / "record.json").status == "killed"
 
 
 @pytest.mark.slow

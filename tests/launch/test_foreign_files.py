@@ -51,6 +51,7 @@ ATTACKS = {  # presets, with a part of the message
     "{launcher: {_target_: strange.Callback}}": "hydra.launcher._target_=strange.Callback",
     "{launcher: '${model.options}'}": "hydra.launcher=${model.options}",
     "{job: {env_set: {LD_PRELOAD: ./strange.so}}}": "hydra.job.env_set.LD_PRELOAD=./strange.so",
+    "{job: {env_copy: [HOME]}}": "hydra.job.env_copy=[HOME] is set by",
     "{overrides: {hydra: ['hydra.searchpath=[pkg://strange]']}}": "hydra.searchpath contains pkg://strange",
     "{sweeper: {params: {++cluster.environment.PYTHONPATH: strange}}}": "cluster.environment.PYTHONPATH=strange",
 }
@@ -101,6 +102,27 @@ def test_the_message_names_the_file_and_what_to_type(stranger: Path, capsys: pyt
     run_preset(stranger, preset, "hydra.callbacks.x._target_=strange.Callback")
     assert "/nowhere" in capsys.readouterr().err
     assert (stranger / "started").exists(), "the user has typed it"
+
+
+def test_a_file_cannot_choose_where_hydra_overwrites_files(stranger: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    victim = stranger / "victim"
+    preset = f"hydra: {{output_subdir: {victim}}}"
+    assert run_preset(stranger, preset) == 2
+    source = stranger / "conf" / "experiment" / "theirs.yaml"
+    assert capsys.readouterr().err == (
+        f"distexp: hydra.output_subdir={victim} is set by {source}, and would overwrite files in another folder: "
+        "remove it from the file\n"
+    )
+    for typed in (f"hydra.output_subdir={victim}", f"hydra={{output_subdir: {victim}}}"):
+        assert run_preset(stranger, preset, typed) == 2
+        capsys.readouterr()
+    assert not victim.exists()
+
+
+def test_the_user_may_copy_variables(stranger: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_preset(stranger, "", "hydra.job.env_copy=[HOME]")
+    assert "/nowhere" in (message := capsys.readouterr().err)
+    assert "could run code" not in message
 
 
 def test_no_file_of_distexp_is_named_as_the_source(stranger: Path, capsys: pytest.CaptureFixture[str]) -> None:

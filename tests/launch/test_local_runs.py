@@ -185,6 +185,23 @@ def test_hydra_run_dir_is_used_for_one_run_only(one_worker: tuple[Path, str]) ->
     assert (run_dir / "record.json").read_text() == before
 
 
+def test_a_sweep_names_the_folders_of_its_runs(tmp_path: Path) -> None:
+    words = ("strategy=single", *SHORT, "train.max_steps=1", "hydra.sweep.dir=out")
+    named = "hydra.sweep.subdir='run_${hydra.job.num}'"
+    done = run_distexp("--multirun", "train.seed=1,2", *words, named, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    records = [RunRecord.read(tmp_path / "out" / f"run_{number}" / "record.json") for number in (0, 1)]
+    assert [record.status for record in records] == ["completed"] * 2
+    assert [record.config["train"]["seed"] for record in records] == [1, 2]
+    again = run_distexp(*words, "hydra.sweep.subdir=run_0", cwd=tmp_path)
+    assert again.returncode == 2
+    assert "hydra.sweep.subdir=run_0 contains a run already" in again.stderr
+    sweep_dir = again.stderr.rpartition("resume that run with distexp resume ")[2].strip()
+    resumed = run_module("distexp.resume", sweep_dir, cwd=tmp_path)
+    assert resumed.returncode == 0, resumed.stderr
+    assert "already completed" in resumed.stdout
+
+
 def test_one_worker_has_no_communication(one_worker: tuple[Path, str]) -> None:
     run_dir, screen = one_worker
     found = RunRecord.read(run_dir / "record.json").metrics.communication

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import json
+import resource
+import signal
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -15,7 +17,7 @@ from distexp import exceptions
 from distexp.checkpoints.folder import checkpoint_dir, tmp_dir
 from distexp.launch import run_dirs
 from distexp.launch.agent import write_start_error
-from distexp.launch.failures import HANG_CODE, STOPPED_CODE
+from distexp.launch.failures import HANG_CODE, SIGNAL_OFFSET, STOPPED_CODE
 from distexp.launch.outcome import finalize_run, invalid_record, start_attempt
 from distexp.launch.slurm.client import JobState
 from distexp.launch.slurm.status import write_missing_record
@@ -85,6 +87,30 @@ def test_a_limit_of_the_system_is_named_also_if_only_the_log_has_it(spec: RunSpe
     error = finalize_run(spec, tmp_path, {0: 1}, time.time()).error
     assert error is not None
     assert error.message == "[Errno 24] Too many open files: raise their limit (ulimit -n)"
+
+
+@pytest.mark.parametrize(
+    ("code", "log"),
+    [
+        (SIGNAL_OFFSET + signal.SIGSEGV, ""),
+        (1, "OpenBLAS error: Memory allocation still failed after 10 retries, giving up.\n"),
+        (1, "Traceback ...\nMemoryError\n"),
+        (1, "terminate called after throwing an instance of 'std::bad_alloc'\n"),
+    ],
+)
+def test_a_limit_of_the_address_space_is_named(
+    code: int, log: str, spec: RunSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hint = "the address space is limited (ulimit -v 3000000): raise the limit, or use a shell without it"
+    for limit, is_named in ((resource.RLIM_INFINITY, False), (3_000_000 * 1024, True)):
+        monkeypatch.setattr(resource, "getrlimit", lambda _, limit=limit: (limit, limit))
+        start_attempt(spec, tmp_path)
+        path = GROUP_LOG.path(tmp_path, 0)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(log)
+        error = finalize_run(spec, tmp_path, {0: code}, time.time()).error
+        assert error is not None
+        assert error.message.endswith(f": {hint}") == is_named
 
 
 def test_the_result_of_an_earlier_attempt_is_archived(spec: RunSpec, tmp_path: Path) -> None:

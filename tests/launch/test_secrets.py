@@ -14,7 +14,7 @@ VALUE = "0123456789abcdef"
 REFUSED = {  # overrides, with a part of the message
     "cluster.environment.WANDB_API_KEY=x": "cluster.environment.WANDB_API_KEY is a secret",
     "++cluster.environment={HF_TOKEN: x}": "cluster.environment.HF_TOKEN is a secret",
-    "hydra.job.env_copy=[MY_PASSWORD]": "hydra.job.env_set.MY_PASSWORD is a secret",
+    "hydra.job.env_copy=[MY_PASSWORD]": "hydra.job.env_copy=[MY_PASSWORD] is a secret",
     "+hydra.job.env_set.MY_PASSWORD=x": "hydra.job.env_set.MY_PASSWORD is a secret",
     "cluster.setup=['export DB_PASSWORD=abc']": "DB_PASSWORD in cluster.setup is a secret",
     "cluster.setup=[\"export X_TOKEN='abc'\"]": "X_TOKEN in cluster.setup is a secret",

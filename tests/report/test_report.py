@@ -176,6 +176,10 @@ def test_no_records_is_exit_code_2(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     done = report(tmp_path)
     assert done.returncode == 2
     assert done.stderr.startswith(f"distexp: no readable record.json below {tmp_path}")
+    (tmp_path / "torn").mkdir()
+    (tmp_path / "torn" / "record.json").write_text('{"run": ')
+    expected = f"distexp: no readable record.json below {tmp_path}: {tmp_path}/torn/record.json is not a"
+    assert report(tmp_path).stderr.startswith(expected)
     assert not (tmp_path / "report").exists()
     with pytest.raises(ConfigError, match="no such directory"):
         report(tmp_path / "gone")

@@ -19,7 +19,7 @@ from distexp import cancel
 from distexp.runs import run_state
 from distexp.runs.attempts import read_agent_process, read_launcher_process, register_manual_attempt
 from distexp.runs.record_sections import RunInfo
-from distexp.runs.run_dir import EVENTS, LAUNCHER_PROCESS, LOGS
+from distexp.runs.run_dir import COMMAND, EVENTS, LAUNCHER_PROCESS, LOGS
 from distexp.runs.run_state import RunState
 from distexp.status import read_folder
 
@@ -46,9 +46,10 @@ def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def make_run(sweep: Path, number: int) -> Path:
-    """Write the directory of a run that has not ended."""
+    """Write the directory of a run that has not ended, in that of a sweep."""
     directory = sweep / str(number)
     directory.mkdir(parents=True)
+    (sweep / COMMAND).write_text("{}")
     run = {"number": number, "id": f"id{number}", "overrides": [f"train.seed={number}"], "attempts": []}
     (directory / "spec.json").write_text(json.dumps({"run": run}))
     (directory / EVENTS).write_text(json.dumps({"unix_time_s": time.time(), "phase": "train"}) + "\n")
@@ -134,6 +135,24 @@ def test_cancel_ends_the_launcher_of_a_local_sweep(tmp_path: Path, capsys: pytes
     assert shown.out == "1 run cancelled\n"
     assert "run 0 was started on an unknown machine" in shown.err
     assert {number: run.state for number, run in states(tmp_path).items()} == {0: "running", 1: "no record"}
+
+
+def test_cancel_accepts_a_run_or_a_sweep_and_no_folder_above(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sweep = tmp_path / "name" / "sweep"
+    run = make_run(sweep, 0)
+    with process_of("launcher", run) as launcher:
+        assert cancel.main([str(tmp_path)]) == 2
+        assert capsys.readouterr().err == (
+            f"distexp: {tmp_path} contains no command.json: give the directory of a sweep, such as {sweep}\n"
+        )
+        assert launcher.poll() is None
+        assert cancel.main([str(run)]) == 0
+        assert launcher.wait() == -signal.SIGTERM
+    (tmp_path / "empty").mkdir()
+    assert cancel.main([str(tmp_path / "empty")]) == 2
+    assert capsys.readouterr().err.endswith("give the directory of a sweep. 'distexp ls' lists the newest ones\n")
 
 
 def test_cancel_ends_no_other_process_that_a_folder_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

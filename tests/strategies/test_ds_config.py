@@ -107,6 +107,28 @@ def test_the_listed_keys_are_those_of_the_installed_deepspeed() -> None:
             r"is not a valid JSON object \(JSON has no comments, but line 2 has",
         ),
         ('{"steps_per_print": 8, "steps_per_print": 9}', r"\(it has steps_per_print twice\): correct the file"),
+        ('{"csv_monitor": {"enabled": true, "output_path": "/a"}}', r"has csv_monitor, .* read metrics\.jsonl"),
+        ('{"tensorboard": {"enabled": "yes"}}', r"has tensorboard, .*: remove it, and set tracker=tensorboard"),
+        ('{"wandb": {"enabled": true}}', r"has wandb, .*: remove it, and set tracker=wandb"),
+        ('{"comet": {"enabled": 1, "api_key": "a"}}', r"has comet, .*: remove it, and set tracker=wandb"),
+        ('{"autotuning": {"enabled": true}}', r"has autotuning, .*: remove it, and run distexp choose"),
+        (
+            '{"flops_profiler": {"enabled": true, "output_file": "/a/b"}}',
+            r'sets flops_profiler\.output_file="/a/b", which .* of the run: remove it, and set profile=true',
+        ),
+        (
+            '{"zero_optimization": {"offload_param": {"nvme_path": "/a"}}}',
+            r'nvme_path="/a", .*, and set offload=true',
+        ),
+        (
+            '{"data_efficiency": {"data_sampling": {"curriculum_metrics": [{"index_to_sample_path": "/a"}]}}}',
+            r"curriculum_metrics\.index_to_sample_path=.*: remove it",
+        ),
+        (
+            '{"torch_autocast": {"lower_precision_safe_modules": ["a.B"]}}',
+            r"lower_precision_safe_modules=.*, which imports a package: remove it",
+        ),
+        ('{"compile": {"debug_log": true}}', r"sets compile\.debug_log=true, which writes files .*: remove it"),
         ('{"steps_per_print": 8,}', r"\(Expecting .*: line 1 .*\): correct the file"),
     ],
 )
@@ -117,6 +139,18 @@ def test_a_wrong_file_is_refused_by_one_line_that_names_the_key(text: str, messa
         resolve_cell("strategy=deepspeed", f"deepspeed.config_file={path}", "cluster.device=cpu")
     assert len(caught.value.errors) == 1
     assert "\n" not in caught.value.errors[0]
+
+
+def test_a_file_may_have_disabled_sections(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps({name: {"enabled": False} for name in ("tensorboard", "wandb", "autotuning")}))
+    words = ("strategy=deepspeed", f"deepspeed.config_file={path}", "cluster.device=cpu")
+    resolve_cell(*words)
+    path.write_text(json.dumps({"flops_profiler": {"enabled": True, "output_file": None}}))
+    config = resolve_cell(*words)
+    path.write_text(json.dumps({"csv_monitor": {"enabled": True}}))
+    with pytest.raises(ConfigError, match="has csv_monitor"):  # A worker reads the file again, maybe hours later.
+        effective_config(config, world_size=2)
 
 
 def test_sections_without_values_are_filled_in(tmp_path: Path) -> None:

@@ -124,7 +124,7 @@ def cancel_local(sweep_dir: Path, found: Sequence[ExistingRun]) -> Cancelled:
     A launcher ends its workers, writes the record of its run, and starts no other run. Raise CancelError if one belongs
     to another user.
     """
-    # By directory, because the numbers of several sweeps in a folder are not unique.
+    # By directory, because a folder in the sweep may be another sweep, with the same numbers.
     known = {run.directory: _launcher_of(run.directory) for run in found}
     launchers = {directory: launcher for directory, launcher in known.items() if launcher is not None}
     active = [run for run in found if local_state(run).is_active]

@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from distexp.config import Config
+from distexp.config import Config, ConfigError
 from distexp.config.model_checks import searches_micro_batch
 from distexp.runs.run_dir import DS_CONFIG
 from distexp.system.files import TOO_DEEP, write_json
@@ -30,8 +30,10 @@ Values = Iterator[tuple[tuple[str, ...], Any]]
 
 
 def effective_config(config: Config, world_size: int) -> dict[str, Any]:
-    """Return the ds_config: the user's file plus the values that distexp sets."""
+    """Return the ds_config: the user's file plus the values that distexp sets. Raise ConfigError if it is unsafe."""
     settings = read_file(config.deepspeed.config_file)
+    if errors := list(unsafe_errors(settings)):  # The file may have changed while the job waited in a queue.
+        raise ConfigError(errors)
     for section in ("optimizer", "scheduler"):  # distexp builds these; ``conflicts`` has refused other values
         settings.pop(section, None)
     for keys, value in values_set_by_distexp(config, world_size):
@@ -193,6 +195,53 @@ def _hint(section: str, key: str) -> str:
     found += [(section, match) for match in get_close_matches(key, known_keys()[section], n=1)]
     path = ".".join(name for name in found[0] if name != TOP_LEVEL) if found else ""
     return f"did you mean {path}?" if path else "remove it"
+
+
+UNSAFE_SECTIONS = {
+    "tensorboard": "set tracker=tensorboard",
+    "csv_monitor": "read metrics.jsonl of the run",
+    "wandb": "set tracker=wandb",
+    "comet": "set tracker=wandb",
+    "autotuning": "run distexp choose",
+}
+"""Sections with which DeepSpeed writes files in any folder or sends results, each with what to do instead."""
+
+UNSAFE_KEYS = {"lower_precision_safe_modules": "imports a package", "debug_log": "writes files into the current folder"}
+"""Keys of other sections with which DeepSpeed loads code or writes files, each with what it does."""
+
+FILE_KEY = re.compile(r"(\w+_)?(path|paths|dir|file)")
+"""Keys of all sections that name a file or a folder."""
+
+INSTEAD = {"output_file": ", and set profile=true", "nvme_path": ", and set offload=true"}
+
+
+def unsafe_errors(settings: Mapping[str, Any]) -> Iterator[str]:
+    """Yield an error for each value with which DeepSpeed writes to other folders, sends results or loads code.
+
+    The file may be from somebody else.
+    """
+    for name, section in settings.items():
+        if name not in UNSAFE_SECTIONS:
+            yield from _unsafe_values(name, section)
+        elif get_nested(section, ("enabled",)) not in (None, False, "auto"):
+            yield (
+                f"deepspeed.config_file has {name}, with which DeepSpeed writes files to any folder or sends results: "
+                f"remove it, and {UNSAFE_SECTIONS[name]}"
+            )
+
+
+def _unsafe_values(path: str, value: Any) -> Iterator[str]:
+    key = path.rpartition(".")[2]
+    if isinstance(value, Mapping):
+        for name, child in value.items():
+            yield from _unsafe_values(f"{path}.{name}", child)
+    elif value not in (None, "auto", "", False) and (key in UNSAFE_KEYS or FILE_KEY.fullmatch(key)):
+        effect = UNSAFE_KEYS.get(key, "reads or writes files outside of the run")
+        shown = f"{path}={json.dumps(value)}"
+        yield f"deepspeed.config_file sets {shown}, which {effect}: remove it{INSTEAD.get(key, '')}"
+    elif isinstance(value, list):
+        for child in value:
+            yield from _unsafe_values(path, child)
 
 
 VARIED = (
