@@ -133,7 +133,8 @@ def _read_stat(pid: int) -> _Stat | None:
 # Linux 6.18), it takes 57 ms of CPU time, also with psutil, and 2 ms more with psutil's search for children. A sample
 # every 0.5 s would cost 12 % of a core. So PSS is limited to ``PSS_SHARE`` of a core. In between, each process counts
 # its last PSS plus the growth of its private memory, from the counts in statm (0.4 ms with the search for processes). A
-# change of shared memory, or a new process, appears in the next PSS reading: after 100 times its CPU time (6 s above).
+# new process counts with the pages that no other has. A change of shared memory appears in the next PSS reading: after
+# 100 times its CPU time (6 s above).
 
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 PSS_SHARE = 0.01  # share of one core's time that PSS readings may cost
@@ -183,8 +184,11 @@ class PssReader:
                 self._read_pss(counts)
             used, sources = {pid: pss for pid, (pss, _) in self._last.items()}, sorted(self._sources)
         else:
-            # A new process counts 0: it may share all its memory with its parent. Its RSS would be a false peak.
-            grown = {pid: (*self._last.get(pid, (0, private)), private) for pid, (_, private) in counts.items()}
+            for pid in counts.keys() - self._last.keys():
+                # It may share memory with its parent, whose PSS has these pages. So only what it has alone counts.
+                rollup = self._read_rollup(pid)
+                self._last[pid] = (0, counts[pid][1]) if rollup is None else (rollup.unshared, rollup.private)
+            grown = {pid: (*self._last[pid], private) for pid, (_, private) in counts.items()}
             used = {pid: max(pss + private - before, 0) for pid, (pss, before, private) in grown.items()}
             sources = [*sorted(self._sources), "delta"]
         apart = [used[pid] for pid in compilers if pid in used]

@@ -125,6 +125,56 @@ def test_growth_during_a_reading_is_counted_once(monkeypatch: pytest.MonkeyPatch
     assert second.mib == pytest.approx(first.mib, abs=16)
 
 
+HOLDS_MEMORY = """
+import sys
+for line in sys.stdin:
+    held = b"1" * (int(line) * 2**20)
+    print("held", flush=True)
+"""
+
+
+def test_a_process_that_starts_between_two_readings_of_pss_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process_tree, "PSS_SHARE", 1e-9)  # no second reading of PSS
+    reader = process_tree.PssReader()
+    first = reader.read([os.getpid()])
+    new = start(HOLDS_MEMORY)
+    assert (first, new.stdin, new.stdout) != (None, None, None)
+    found = [first.mib]  # type: ignore[union-attr]
+    try:
+        for mib in (100, 300):
+            new.stdin.write(f"{mib}\n".encode())  # type: ignore[union-attr]
+            new.stdin.flush()  # type: ignore[union-attr]
+            assert new.stdout.readline() == b"held\n"  # type: ignore[union-attr]
+            reading = reader.read([os.getpid(), new.pid])
+            assert reading is not None
+            found.append(reading.mib)
+    finally:
+        new.communicate()
+    assert [after - before for before, after in zip(found, found[1:], strict=False)] == pytest.approx(
+        [105, 200], abs=16
+    )
+
+
+def test_a_fork_counts_only_the_pages_that_its_parent_does_not_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process_tree, "PSS_SHARE", 1e-9)
+    shared = b"1" * (200 * 2**20)
+    reader = process_tree.PssReader()
+    first = reader.read([os.getpid()])
+    read_end, write_end = os.pipe()
+    if (pid := os.fork()) == 0:
+        os.close(write_end)
+        os.read(read_end, 1)
+        os._exit(len(shared) % 2)
+    try:
+        both = reader.read([os.getpid(), pid])
+    finally:
+        os.write(write_end, b"1")
+        os.waitpid(pid, 0)
+    assert first is not None
+    assert both is not None
+    assert both.mib == pytest.approx(first.mib, abs=32)
+
+
 READS_FILE = """
 import mmap, sys
 file = open(sys.argv[1], "rb")
