@@ -150,9 +150,7 @@ def test_a_process_that_starts_between_two_readings_of_pss_counts(monkeypatch: p
             found.append(reading.mib)
     finally:
         new.communicate()
-    assert [after - before for before, after in zip(found, found[1:], strict=False)] == pytest.approx(
-        [105, 200], abs=16
-    )
+    assert [after - before for before, after in pairwise(found)] == pytest.approx([105, 200], abs=16)
 
 
 def test_a_fork_counts_only_the_pages_that_its_parent_does_not_have(monkeypatch: pytest.MonkeyPatch) -> None:
