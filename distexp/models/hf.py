@@ -17,8 +17,8 @@ from distexp.exceptions import first_line
 from distexp.models import task_models
 from distexp.models.adapter import save_adapter
 from distexp.models.blueprint import build_empty
+from distexp.models.dropout import DROPOUT_ENDINGS, RANDOM_ENDINGS
 from distexp.models.objective import LOSS_SUM, get_logits
-from distexp.models.transforms import DROPOUT_ENDINGS, RANDOM_ENDINGS, dropout_rates
 from distexp.runs.run_dir import MODEL
 from distexp.system.cache_dir import build_once, cache_dir, offline_if_unreachable
 from distexp.system.files import replace_atomically
@@ -89,17 +89,6 @@ def _read_config(model: ModelConfig, num_classes: int) -> Any:
         for name in rates if model.dropout else random:
             setattr(text, name, model.dropout)
     return config
-
-
-def check_layerdrop(model: nn.Module) -> None:
-    """Raise ConfigError if a model skips layers at random. With sharding, some workers would wait for weights."""
-    rates = {name: rate for name, rate in dropout_rates(model).items() if name.endswith("layerdrop")}
-    if rates:
-        found = ", ".join(f"{name}={rate:g}" for name, rate in rates.items())
-        raise ConfigError(
-            f"{type(model).__name__} has {found}: each worker would skip other layers. Add "
-            f"{' '.join(f'model.options.{name}=0' for name in rates)}, or use one worker"
-        )
 
 
 def _config_of(values: dict[str, Any]) -> Any:

@@ -15,6 +15,7 @@ from distexp.config.model_checks import TIMM_MISSING, validate_model
 from distexp.config.tasks import TASKS, task_of
 from distexp.data.base import IGNORE, TaskData
 from distexp.exceptions import first_line
+from distexp.models.dropout import set_dropout
 from distexp.models.transforms import embedding_of
 from distexp.system.restricted_loading import refused_as_config_error
 
@@ -186,6 +187,8 @@ def _unknown_name(model: ModelConfig, known: list[str]) -> ConfigError:
 
 
 def _image_model(settings: ModelConfig, model: nn.Module, num_classes: int) -> nn.Module:
+    if settings.dropout is not None:
+        set_dropout(model, settings.dropout)
     model.forward = _with_images(model.forward, "x")
     on_meta = torch.empty(0).device.type == "meta"
     if settings.init == "pretrained" and settings.path is not None and not on_meta:

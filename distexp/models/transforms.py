@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.dropout import _DropoutNd
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
@@ -20,6 +19,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from distexp.config import WHOLE_MODEL, Config, ConfigError
 from distexp.config.tasks import task_of
 from distexp.exceptions import first_line
+from distexp.models.dropout import dropout_rates
 from distexp.models.objective import Entropy, entropy_of
 from distexp.runs.texts import out_of_memory_status
 from distexp.system.torch_internals import compilation
@@ -265,11 +265,6 @@ def _forward(norm: _BatchNorm, inputs: Tensor) -> Tensor:
     )
 
 
-DROPOUT_ENDINGS = ("dropout", "pdrop", "dropout_prob", "dropout_p", "dropout_rate")
-RANDOM_ENDINGS = (*DROPOUT_ENDINGS, "layerdrop", "drop_path_rate", "drop_rate", "drop_connect_rate", "jitter_noise")
-"""Ends of the names of dropout rates in configurations of transformers, and of all that make a training random."""
-
-
 def check_dropout(model: nn.Module, config: Config) -> None:
     """Raise ConfigError if a part of a block is recomputed with dropout: torch would draw other numbers.
 
@@ -284,24 +279,6 @@ def check_dropout(model: nn.Module, config: Config) -> None:
             f"{typed} gives wrong gradients with dropout, but {type(model).__name__} has "
             f"{name}={rate:g}: set model.dropout=0, or use train.activation_checkpointing=true in its place"
         )
-
-
-def largest_dropout(model: nn.Module) -> float:
-    """Return the largest dropout rate of a model, which may be wrapped, with the model as ``module``."""
-    configured = dropout_rates(getattr(model, "module", model)).values()
-    return max([*configured, *(module.p for module in model.modules() if isinstance(module, _DropoutNd))], default=0.0)
-
-
-def dropout_rates(model: nn.Module) -> dict[str, float]:
-    """Return the rates above zero by name: those of the modules, and those of the model's configuration."""
-    modules = {f"{name}.p": module.p for name, module in model.named_modules() if isinstance(module, _DropoutNd)}
-    settings = getattr(model, "config", None)
-    configured = {
-        name: value
-        for name, value in (vars(settings) if hasattr(settings, "__dict__") else {}).items()
-        if name.endswith(RANDOM_ENDINGS) and isinstance(value, float)
-    }
-    return {name: rate for name, rate in (configured | modules).items() if rate > 0}
 
 
 OFFLOAD = "offload"  # of ``train.activation_checkpointing``: recompute blocks, and keep their inputs on the CPU

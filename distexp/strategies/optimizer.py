@@ -104,7 +104,7 @@ def build_optimizer(model: nn.Module, train: TrainConfig, *, fused: bool) -> tor
         return MuonAdamW(model, train, fused=fused)
     beta1, beta2 = train.betas
     if train.optimizer == "adamw8bit":
-        from distexp.models.low_bits import EightBitAdamW
+        from distexp.strategies.low_bits import EightBitAdamW
 
         return EightBitAdamW(groups, lr=train.learning_rate, betas=(beta1, beta2), eps=train.eps)
     return torch.optim.AdamW(groups, lr=train.learning_rate, betas=(beta1, beta2), eps=train.eps, fused=fused)

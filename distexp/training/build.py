@@ -19,7 +19,7 @@ from distexp.data.base import Samples, TaskData
 from distexp.data.image_cache import cache_images
 from distexp.data.loader import BatchSharding, ShardedBatchSampler, ShardedLoader
 from distexp.distributed.context import Context
-from distexp.models import attention, head, hf, task_models, transforms
+from distexp.models import attention, dropout, head, hf, task_models, transforms
 from distexp.models import blueprint as introspection
 from distexp.models.adapter import add_adapter
 from distexp.models.blueprint import Blueprint
@@ -118,7 +118,7 @@ def model_factory(config: Config, data: TaskData) -> Callable[[], nn.Module]:
         if config.model.task == "sequence_classification" and isinstance(data.collate, text.TextCollate):
             task_models.set_padding(model, data.collate.pad_id)
         if config.precision.name == "float8":
-            from distexp.models.low_bits import use_float8
+            from distexp.strategies.low_bits import use_float8
 
             wrap = config.fsdp.wrap
             use_float8(model, transforms.find_units(model, "auto" if wrap == transforms.NO_UNITS else wrap))
@@ -148,7 +148,7 @@ def build_model(
     if config.train.save_model:
         hf.check_exportable(blueprint.model)
     if context.world_size > 1:
-        hf.check_layerdrop(blueprint.model)
+        dropout.check_layerdrop(blueprint.model)
     if config.train.loss == "own":
         introspection.check_forward_arguments(blueprint.model, (*config.model.traits.inputs, base.TARGET_LABELS))
     head.adapt_router(blueprint.model)

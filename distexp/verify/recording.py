@@ -12,11 +12,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from distexp.config import ConfigError
 from distexp.data.base import IGNORE, Batch
 from distexp.data.loader import StepData
 from distexp.distributed.context import Context
 from distexp.distributed.process_group import gather_to_all
 from distexp.measure.watcher import Watcher
+from distexp.models.dropout import dropout_rates
 from distexp.runs.events import Events
 from distexp.strategies.base import EvaluableModel
 from distexp.strategies.optimizer import innermost_optimizer, parameter_groups, trained_parameters
@@ -240,6 +242,9 @@ class Recorder(Watcher):
     def attach(self, module: nn.Module, optimizer: Any) -> None:
         """Prepare for a distributed model, which has just been built."""
         self.reader = TensorReader(module, optimizer, self.context.device)
+        for name, rate in dropout_rates(self.reader.module, configured=False).items():
+            kind = type(self.reader.module).__name__
+            raise ConfigError(f"{kind} has {name}={rate:g}, and each worker draws other random numbers: set it to 0")
         inner = innermost_optimizer(optimizer)
         if isinstance(inner, torch.optim.Optimizer):  # The Trainer of transformers resets the rate after the update.
             inner.register_step_pre_hook(self._keep_rates)

@@ -26,7 +26,7 @@ from distexp.distributed.process_group import gather_to_all, join
 from distexp.engines.base import load_trainer
 from distexp.hardware.facts import peak_tflops
 from distexp.measure.flops import training_flops
-from distexp.models import blueprint, head, hf, transforms
+from distexp.models import blueprint, dropout, head, hf, transforms
 from distexp.preflight.run import run_preflight, stored_ceiling
 from distexp.runs import attempts, step_files, texts
 from distexp.runs.events import Events
@@ -156,7 +156,7 @@ def run_trainer(config: Config, data: TaskData, inputs: TrainingInputs) -> tuple
 def complete_built(built: Built, config: Config, data: TaskData, module: nn.Module) -> None:
     """Add the fields that follow from model and data. The strategy has filled in its own."""
     built.tokenizer, built.attention = data.tokenizer_name, blueprint.read_attention(module)
-    built.dropout, built.cast_from = transforms.largest_dropout(module), blueprint.read_cast(module)
+    built.dropout, built.cast_from = dropout.largest_dropout(module), blueprint.read_cast(module)
     if task_of(data.task).is_causal:
         built.logits, built.loss = head.describe_head(module)
         built.loss = "own" if config.train.loss == "own" else built.loss

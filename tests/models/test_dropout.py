@@ -11,8 +11,10 @@ import torch
 from torch import nn
 
 from distexp.config import ConfigError
+from distexp.config.custom_code import locate
 from distexp.models import hf
-from distexp.models.transforms import largest_dropout
+from distexp.models.dropout import check_layerdrop, largest_dropout
+from distexp.models.task_models import build_torchvision
 from tests.helpers.runs import resolve_cell
 
 
@@ -66,7 +68,28 @@ def test_without_dropout_nothing_is_random(kind: str, rate: str, ending: str, tm
             models[dropout] = hf.build(resolve_cell(*typed, f"model.dropout={dropout}").model, 300)
     assert largest_dropout(models["0"]) == 0
     assert [getattr(model.config, rate) for model in models.values()] == [0.03, 0, 0.2 if ending == "dropout" else 0.03]
-    hf.check_layerdrop(models["0"])
+    check_layerdrop(models["0"])
     if ending == "layerdrop":
         with pytest.raises(ConfigError, match=r"has encoder_layerdrop=0.03, .* Add model.options.encoder_layerdrop=0 "):
-            hf.check_layerdrop(models["0.2"])
+            check_layerdrop(models["0.2"])
+
+
+@pytest.mark.parametrize(
+    ("library", "name", "rates"),
+    [
+        ("torchvision", "squeezenet1_1", {"null": 0.5, "0": 0, "0.3": 0.3}),
+        ("torchvision", "convnext_tiny", {"null": 0.1, "0": 0}),  # It skips paths, and has no dropout.
+        ("timm", "mobilevit_xxs", {"null": 0, "0": 0, "0.3": 0.3}),
+    ],
+)
+def test_models_of_images_have_the_dropout_that_is_typed(library: str, name: str, rates: dict[str, float]) -> None:
+    for dropout, rate in rates.items():
+        with torch.device("meta"):
+            config = resolve_cell(f"model={library}", f"model.name={name}", f"model.dropout={dropout}").model
+            assert largest_dropout(locate(config._target_)(config, 10)) == pytest.approx(rate)
+
+
+def test_a_model_without_dropout_refuses_a_rate() -> None:
+    config = resolve_cell("model=torchvision", "model.name=resnet18", "model.dropout=0.1").model
+    with torch.device("meta"), pytest.raises(ConfigError, match=r"model.dropout=0.1 is not supported: ResNet has no"):
+        build_torchvision(config, 10)

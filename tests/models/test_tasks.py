@@ -18,7 +18,7 @@ from distexp.data.loader import BatchSharding, ShardedBatchSampler
 from distexp.data.tokenization import train_byte_tokenizer
 from distexp.distributed.context import Context
 from distexp.models import hf, task_models
-from distexp.models.transforms import DROPOUT_ENDINGS
+from distexp.models.dropout import DROPOUT_ENDINGS
 from distexp.runs.record import RunRecord
 from distexp.training.build import load_data
 from distexp.training.inputs import StepPlan

@@ -10,12 +10,12 @@ import torch
 from torch import nn
 
 from distexp.config import ConfigError
-from distexp.models import low_bits
 from distexp.plan.estimate import make_estimate
 from distexp.plan.replay import host_peak
 from distexp.plan.trace.tracing import trace_step
 from distexp.runs.memory_trace import tensor_entries
 from distexp.runs.record import RunRecord
+from distexp.strategies import low_bits
 from distexp.strategies.base import load_strategy
 from distexp.system.units import MIB
 from distexp.training.build import build_model, load_data, make_loaders

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from distexp.config import ConfigError
 from distexp.data.base import TokenSlice
 from distexp.distributed.context import Context
+from distexp.models.dropout import dropout_rates
 from distexp.models.head import HeadForward
-from distexp.models.transforms import dropout_rates, find_blocks
+from distexp.models.transforms import find_blocks
 from distexp.strategies.parallel.checks import CONTEXT_TYPES
 from distexp.strategies.parallel.tensor import hidden_of, with_hidden
 

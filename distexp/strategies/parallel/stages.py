@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from distexp.config import Config, ConfigError
 from distexp.distributed.context import Context
 from distexp.models.blueprint import Blueprint, find_embeddings, has_tied_embeddings, persistent_buffers
-from distexp.models.transforms import dropout_rates, find_blocks
+from distexp.models.dropout import dropout_rates
+from distexp.models.transforms import find_blocks
 from distexp.strategies.communication import STAGES, build_shared_mesh
 from distexp.strategies.parallel.checks import PIPELINE, PIPELINE_TYPES, cut_evenly, schedule_of, stages_of_worker
 from distexp.strategies.parallel.context import OTHER_HEADS

@@ -25,7 +25,8 @@ from distexp.config import Config, ConfigError
 from distexp.distributed.context import Context
 from distexp.models.adapter import ADAPTER
 from distexp.models.blueprint import find_embeddings
-from distexp.models.transforms import dropout_rates, find_blocks
+from distexp.models.dropout import dropout_rates
+from distexp.models.transforms import find_blocks
 from distexp.strategies.communication import TENSOR
 from distexp.strategies.parallel.expert import find_experts
 

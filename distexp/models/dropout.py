@@ -1,0 +1,66 @@
+"""Rates at which a model changes its training at random: dropout, skipped paths and layers, noise of routers."""
+
+from torch import nn
+from torch.nn.modules.dropout import _DropoutNd
+
+from distexp.config import ConfigError
+
+DROPOUT_ENDINGS = ("dropout", "pdrop", "dropout_prob", "dropout_p", "dropout_rate")
+RANDOM_ENDINGS = (*DROPOUT_ENDINGS, "layerdrop", "drop_path_rate", "drop_rate", "drop_connect_rate", "jitter_noise")
+"""Ends of the names of dropout rates in configurations of transformers, and of all that make a training random."""
+
+PATHS = {"DropPath": "drop_prob", "DropBlock2d": "drop_prob", "StochasticDepth": "p"}
+"""Ends of the names of modules that skip paths in timm, transformers and torchvision, with the names of their rates."""
+
+
+def largest_dropout(model: nn.Module) -> float:
+    """Return the largest rate of a model, which may be wrapped, with the model as ``module``."""
+    configured = dropout_rates(getattr(model, "module", model))
+    return max([*configured.values(), *dropout_rates(model, configured=False).values()], default=0.0)
+
+
+def dropout_rates(model: nn.Module, *, configured: bool = True) -> dict[str, float]:
+    """Return the rates above zero by name: those of the modules, and those of the model's configuration."""
+    rates = {}
+    for name, module in model.named_modules():
+        if attribute := _rate_name(module):
+            rates[f"{name}.{attribute}"] = getattr(module, attribute)
+    settings = getattr(model, "config", None) if configured else None
+    values = vars(settings) if hasattr(settings, "__dict__") else {}
+    rates |= {name: value for name, value in values.items() if name.endswith(RANDOM_ENDINGS)}
+    return {name: rate for name, rate in rates.items() if isinstance(rate, float) and rate > 0}
+
+
+def _rate_name(module: nn.Module) -> str | None:
+    """Return the attribute of a module with the rate at which it changes activations; None if it has none."""
+    if isinstance(module, _DropoutNd):
+        return "p"
+    if isinstance(module, nn.MultiheadAttention | nn.RNNBase):
+        return "dropout"
+    kind = type(module).__name__
+    return next((attribute for ending, attribute in PATHS.items() if kind.endswith(ending)), None)
+
+
+def set_dropout(model: nn.Module, rate: float) -> None:
+    """Set the dropout rate of all modules; 0 is also that of skipped paths. Raise ConfigError if no module has one."""
+    found = False
+    for module in model.modules():
+        attribute = _rate_name(module)
+        if attribute and (not rate or type(module).__name__ not in PATHS):
+            setattr(module, attribute, rate)
+            found = True
+    if rate and not found:
+        raise ConfigError(
+            f"model.dropout={rate:g} is not supported: {type(model).__name__} has no dropout: leave model.dropout out"
+        )
+
+
+def check_layerdrop(model: nn.Module) -> None:
+    """Raise ConfigError if a model skips layers at random. With sharding, some workers would wait for weights."""
+    rates = {name: rate for name, rate in dropout_rates(model).items() if name.endswith("layerdrop")}
+    if rates:
+        found = ", ".join(f"{name}={rate:g}" for name, rate in rates.items())
+        raise ConfigError(
+            f"{type(model).__name__} has {found}: each worker would skip other layers. Add "
+            f"{' '.join(f'model.options.{name}=0' for name in rates)}, or use one worker"
+        )
