@@ -435,18 +435,26 @@ def test_images_of_any_shape_and_mode_keep_their_proportions(files: Path) -> Non
         assert np.array_equal(sample["images"].permute(1, 2, 0).numpy(), expected)
 
 
-@pytest.mark.parametrize("evaluation", ["val", "valid", "validation", "test"])
-def test_the_usual_layouts_of_class_folders_are_read(evaluation: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("training", "evaluation"),
+    [
+        *(("train", name) for name in ("val", "valid", "validation", "test", "testing", "evaluation")),
+        *(("training", "testing"), ("Training", "Testing"), ("Train", "Val"), ("TRAIN", "Test")),
+    ],
+)
+def test_the_usual_layouts_of_class_folders_are_read(training: str, evaluation: str, tmp_path: Path) -> None:
     for label in "xyz":
         for number in range(3):
-            save_image(tmp_path / "train" / label / "images" / f"{number}.png")
+            save_image(tmp_path / training / label / "images" / f"{number}.png")
     save_image(tmp_path / evaluation / "z" / "0.JPG")
-    (tmp_path / "train" / "README.txt").write_text("")
+    save_image(tmp_path / "unlabeled" / "z" / "0.png")
+    (tmp_path / training / "README.txt").write_text("")
     data = load(*IMAGES, "dataset=image_folder", f"dataset.path={tmp_path}")
     assert (len(data.train), len(data.evaluation), data.num_classes) == (9, 1, 3)
     assert int(data.evaluation[0]["labels"]) == 2
     assert data.notes == [
-        f"left out, because they are no images in class folders: 1 files of {tmp_path}/train, as README.txt",
+        f"left out, because they are no images in class folders: 1 files of {tmp_path}/{training}, as README.txt",
+        f"left out, because they are not the chosen splits: 1 folder of {tmp_path}, as unlabeled",
         f"{tmp_path}/{evaluation} has no images of 2 of 3 classes, as x",
     ]
 
@@ -461,7 +469,9 @@ def test_the_usual_layouts_of_class_folders_are_read(evaluation: str, tmp_path: 
             "val has 1 of 2 class folders that .*/train does not have, as c",
         ),
         (("train/a/1.png", "train/b/1.png", "val/1.png"), "val has no class folders with images"),
-        (("val/1.png", "val/2.png"), "has only the class folder val, but two or more are needed"),
+        (("a/1.png", "a/2.png"), "has only the class folder a, but two or more are needed"),
+        (("Test/a/1.png", "Test/b/1.png"), "the folders Test of .* would be the classes, but .* are those of splits"),
+        (("test_set/a/1.png", "training_set/a/1.png"), "test_set, training_set of .*: use .* FOLDER/train/CLASS"),
         (("a/1.png", "b/1.png", "b/broken.jpg"), r"b/broken.jpg is not an image .*; 1 of \d images are broken"),
         (("wnids.txt",), "use dataset=tinyimagenet dataset.root="),
     ],

@@ -30,7 +30,8 @@ SPLIT_WORDS = {
     "validation": frozenset(("validation", "valid", "dev", "val")),
     "test": frozenset(("test", "testing", "eval", "evaluation")),
 }
-"""Parts of the names of files and folders with a split for evaluation, as in the library datasets."""
+TRAIN_WORDS = frozenset(("train", "training"))
+"""Parts of the names of files and folders with a split, as in the library datasets. Those above are for evaluation."""
 
 DEFAULT_SHARE = 0.1
 """Share of the rows for evaluation, if the data has no split for it."""
@@ -203,10 +204,15 @@ def find_files(path: str) -> dict[str, list[Path]]:
     base = root if root.is_dir() else os.path.dirname(re.split(r"[*?[]", path)[0])  # the folder of a pattern
     for file in found:
         relative = file.relative_to(base) if len(found) > 1 else file
-        words = set(re.split("[^a-z]+", str(relative).lower())) if len(found) > 1 else set[str]()
+        words = words_of(str(relative)) if len(found) > 1 else set[str]()
         name = next((name for name, known in SPLIT_WORDS.items() if words & known), "train")
         splits.setdefault(name, []).append(file)
     return splits
+
+
+def words_of(name: str) -> set[str]:
+    """Return the words in the name of a file or a folder, in lower case."""
+    return set(re.split("[^a-z]+", name.lower()))
 
 
 def _describes_data(file: Path) -> bool:
