@@ -418,6 +418,22 @@ def test_folders_of_splits_and_files_that_describe_data(pattern: str, tmp_path: 
     assert (described in data.notes) is not bool(pattern)
 
 
+def test_files_that_are_not_read_have_a_note_or_are_named_in_the_error(tmp_path: Path) -> None:
+    for name in ("a/b.jsonl.xz", "a/c.TXT.ZST", "a/c.tar.gz", "a/d.docx", "a/.hidden", "a/README"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(b"x")
+    hint = "(.xz, .zst, .tar.gz is not read: decompress such files, or write them as .gz)"
+    for path in (tmp_path, tmp_path / "a" / "b.jsonl.xz"):
+        with pytest.raises(ConfigError, match=r"data file \(.*\.xz.* is not read: decompress .* as \.gz\): use files"):
+            load(*TEXT, "dataset=text", f"dataset.path={path}")
+    (tmp_path / "e.txt").write_text("one\n\ntwo")
+    data = load(*TEXT, "dataset=text", f"dataset.path={tmp_path}", "dataset.max_length=16")
+    assert data.notes == [
+        f"left out, because they describe the data: 1 file of {tmp_path}, as a/README",
+        f"left out, because they are no data files {hint}: 4 files of {tmp_path}, as a/b.jsonl.xz",
+    ]
+
+
 def test_messages_without_a_template_are_refused_before_a_run_starts(files: Path) -> None:
     with pytest.raises(ConfigError, match=r"has no chat template: set dataset.chat_template=zephyr"):
         resolve_cell(*TEXT, "dataset=chat", f"dataset.path={files / 'chat.jsonl'}")
@@ -453,7 +469,7 @@ def test_the_usual_layouts_of_class_folders_are_read(training: str, evaluation: 
     assert (len(data.train), len(data.evaluation), data.num_classes) == (9, 1, 3)
     assert int(data.evaluation[0]["labels"]) == 2
     assert data.notes == [
-        f"left out, because they are no images in class folders: 1 files of {tmp_path}/{training}, as README.txt",
+        f"left out, because they are no images in class folders: 1 file of {tmp_path}/{training}, as README.txt",
         f"left out, because they are not the chosen splits: 1 folder of {tmp_path}, as unlabeled",
         f"{tmp_path}/{evaluation} has no images of 2 of 3 classes, as x",
     ]

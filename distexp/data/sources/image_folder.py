@@ -11,8 +11,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from distexp.config import ConfigError, DatasetConfig, ModelConfig
-from distexp.config.overrides import format_count
-from distexp.data.sources.rows import DEFAULT_SHARE, SPLIT_WORDS, TRAIN_WORDS, is_held_out, walk_files, words_of
+from distexp.data.sources.rows import (
+    DEFAULT_SHARE,
+    SPLIT_WORDS,
+    TRAIN_WORDS,
+    is_held_out,
+    note_left_out,
+    walk_files,
+    words_of,
+)
 from distexp.system.cache_dir import build_once, cache_dir
 
 if TYPE_CHECKING:
@@ -131,8 +138,7 @@ def _find_images(path: str, eval_path: str | None, eval_share: float | None) -> 
     _refuse_splits_as_classes(train_root, classes)
     unused = [name for name in _folders(root) if root / name not in (train_root, eval_root)]
     if train_root is not root and unused:
-        count = format_count(len(unused), "folder")
-        notes.append(f"left out, because they are not the chosen splits: {count} of {root}, as {unused[0]}")
+        notes.append(note_left_out("they are not the chosen splits", unused, root, "folder"))
     if len(classes) < 2:
         raise ConfigError(f"{train_root} has only the class folder {classes[0]}, but two or more are needed: {LAYOUT}")
     if eval_root is None:
@@ -211,4 +217,4 @@ def _notes(root: Path) -> Iterator[str]:
     """Yield a note about files that are left out."""
     other = [name for name in _files(root, "") if not name.lower().endswith(ENDINGS) or os.sep not in name]
     if other:
-        yield f"left out, because they are no images in class folders: {len(other)} files of {root}, as {other[0]}"
+        yield note_left_out("they are no images in class folders", other, root)

@@ -5,7 +5,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import islice
@@ -41,6 +41,9 @@ MAX_DOCUMENT = 1_000_000
 
 CHECKED_FILES, CHECKED_ROWS, CHECKED_BYTES = 10, 100, 2_000_000
 """Before a run starts, smaller files are read as a whole, and the first rows of larger ones."""
+
+COMPRESSIONS = (".bz2", ".xz", ".zst", ".lz4", ".br", ".zip", ".7z", ".rar", ".tar", ".tgz", ".tar.gz")
+"""Endings of compressed files and archives that are not read."""
 
 FormatChoice = Callable[[DatasetConfig, Sequence[str]], RowFormat]
 """Function of a dataset and the columns of its first rows."""
@@ -193,7 +196,8 @@ def find_files(path: str) -> dict[str, list[Path]]:
         found = [file for file in found if not _describes_data(file)]
     if not found or not all(map(kind_of, found)):
         wrong = next((f"{file} is not a" for file in found if kind_of(file) is None), f"{path} has no")
-        raise ConfigError(f"{wrong} data file: use files that end in {', '.join(KINDS)}")
+        left = map(Path, walk_files(root)) if root.is_dir() else found
+        raise ConfigError(f"{wrong} data file{_compression_hint(left)}: use files that end in {', '.join(KINDS)}")
     if broken := [file for file in found if not file.exists()]:
         raise ConfigError(f"{broken[0]} is a link to nothing: restore its file, or remove it")
     if special := [file for file in found if not (file.is_file() or file.is_dir())]:
@@ -219,13 +223,29 @@ def _describes_data(file: Path) -> bool:
     return file.name.split(".")[0] in ("README", "LICENSE", "dataset_info", "dataset_infos")
 
 
+def _compression_hint(files: Iterable[Path]) -> str:
+    """Return what to do with files whose compression is not read; nothing without any."""
+    names = [file.name.lower() for file in files]
+    found = [ending for ending in COMPRESSIONS if any(name.endswith(ending) for name in names)]
+    return f" ({', '.join(found)} is not read: decompress such files, or write them as .gz)" if found else ""
+
+
 def find_notes(dataset: DatasetConfig) -> Iterator[str]:
-    """Yield a note about the files of each folder that are left out because they describe the data."""
+    """Yield a note about the files of each folder that are left out: they describe the data, or are no data."""
     for path in filter(None, dict.fromkeys((dataset.path, dataset.eval_path))):
-        files = walk_files(Path(path)) if os.path.isdir(path) and not is_saved(path) else ()
-        if found := sorted(file for file in map(Path, files) if kind_of(file) and _describes_data(file)):
-            count = format_count(len(found), "file")
-            yield f"left out, because they describe the data: {count} of {path}, as {found[0].name}"
+        files = sorted(map(Path, walk_files(Path(path)))) if os.path.isdir(path) and not is_saved(path) else []
+        described = [file for file in files if _describes_data(file)]
+        unknown = [file for file in files if kind_of(file) is None and file not in described]
+        for why, found in (("they describe the data", described), ("they are no data files", unknown)):
+            if found:
+                yield note_left_out(
+                    why + _compression_hint(found), [os.path.relpath(file, path) for file in found], path
+                )
+
+
+def note_left_out(why: str, names: Sequence[str], place: str | Path, unit: str = "file") -> str:
+    """Return the note about files that are left out: why, how many, and one of them."""
+    return f"left out, because {why}: {format_count(len(names), unit)} of {place}, as {names[0]}"
 
 
 def walk_files(root: Path) -> Iterator[str]:
