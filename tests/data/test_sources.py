@@ -13,9 +13,11 @@ from typing import Any
 
 import datasets
 import numpy as np
+import pyarrow
 import pytest
 import torch
 from PIL import Image
+from pyarrow import parquet
 from torch.nn import functional
 from torchvision import transforms
 from transformers import AutoTokenizer
@@ -432,6 +434,23 @@ def test_files_that_are_not_read_have_a_note_or_are_named_in_the_error(tmp_path:
         f"left out, because they describe the data: 1 file of {tmp_path}, as a/README",
         f"left out, because they are no data files {hint}: 4 files of {tmp_path}, as a/b.jsonl.xz",
     ]
+
+
+@pytest.mark.parametrize("pattern", ["", "/*.parquet"])
+def test_parquet_files_without_rows_are_left_out_with_a_note(pattern: str, tmp_path: Path) -> None:
+    whole = pyarrow.table({"text": ["one", "two", "three"]})
+    parts = {"train-0.parquet": [whole[:0]], "train-1.parquet": [whole[:0], whole], "test-0.parquet": [whole]}
+    for name, groups in parts.items():
+        with parquet.ParquetWriter(tmp_path / name, whole.schema) as writer:
+            for group in groups:  # An empty row group may come before others.
+                writer.write_table(group)
+    words = (*TEXT, "dataset=text", f"dataset.path={tmp_path}{pattern}")
+    data = load(*words)
+    assert (len(data.train), len(data.evaluation)) == (3, 3)
+    assert data.notes == [f"left out, because they have no row: 1 file of {tmp_path}{pattern}, as train-0.parquet"]
+    (tmp_path / "train-1.parquet").unlink()
+    with pytest.raises(ConfigError, match=r"train-0\.parquet has no row: add rows, or use other data"):
+        load(*words)
 
 
 def test_messages_without_a_template_are_refused_before_a_run_starts(files: Path) -> None:
