@@ -99,7 +99,7 @@ def class_error(values: Mapping[str, Any], columns: tuple[str, ...]) -> str | No
 def tags_error(values: Mapping[str, Any], columns: tuple[str, ...]) -> str | None:
     """Return what is wrong with the words and their tags in a row."""
     words, tags = (values.get(column) for column in columns)
-    kinds = (
+    kinds: tuple[tuple[str, str, Callable[[Any], bool]], ...] = (
         ("a list of words", "a word", lambda value: isinstance(value, str)),
         ("a list of classes", CLASS, is_class),
     )
