@@ -155,13 +155,26 @@ def check_task_data(data: TaskData, task: str, source: str) -> None:
         raise ConfigError([f"{source} returned a TaskData whose {text}: correct it, as in {PAGE}" for text in wrong])
 
 
+class TooFewSamplesError(ConfigError):
+    """A size of a data set is more than its samples. ``key`` is train or eval, and ``available`` is more than 0."""
+
+    def __init__(self, error: str, key: str, available: int) -> None:
+        super().__init__(error)
+        self.key, self.available = key, available
+
+
 def check_size(key: str, size: int | None, available: int, name: str) -> None:
     """Raise ConfigError if ``dataset.train_size`` or ``eval_size`` is more than the available samples."""
-    if size is not None and size > available:
-        raise ConfigError(
-            f"dataset.{key}_size={size} is more than the {available} {name} of the data: "
-            f"set at most {available}, or null for all"
-        )
+    if size is None or size <= available:
+        return
+    if not available:
+        raise ConfigError(f"the data have no {name}, but dataset.{key}_size={size}: use other data")
+    raise TooFewSamplesError(
+        f"dataset.{key}_size={size} is more than the {available} {name} of the data: set at most {available}, or null "
+        "for all",
+        key,
+        available,
+    )
 
 
 def check_not_empty(data: TaskData, *, evaluates: bool) -> None:

@@ -112,7 +112,9 @@ def decode_image(path: Path, size: int | None, *, crops: bool = False) -> NDArra
                 pixels = np.asarray(file)
                 if pixels.dtype.kind == "f" or pixels.min() < 0 or pixels.max() >= 2**16:
                     raise ValueError(f"its pixels are {pixels.dtype} and not 8 or 16 bits")
-                image = Image.fromarray((pixels >> 8).astype(np.uint8))
+                # A TIFF of 32 bits does not state its range, and often has pixels from 0 to 255.
+                shift = 0 if file.format == "TIFF" and file.mode == "I" and pixels.max() < 2**8 else 8
+                image = Image.fromarray((pixels >> shift).astype(np.uint8))
             image = image.convert("RGB")
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         raise DataError(f"cannot decode {path} as an image ({error}): restore the file") from error
@@ -170,7 +172,9 @@ def collate_images(samples: Sequence[Sample]) -> ImageBatch:
     return ImageBatch({"images": images}, labels, num_samples=counted, num_targets=counted, num_tokens=0)
 
 
-FORMAT = "images-v1"
+FORMAT = "images-v2"
+"""Prefix of cache entries; another decoding needs a new version."""
+
 CHANNELS = 3
 IMAGES_PER_JOB = 1024
 """Images that a process decodes and writes together. Fewer images than that are decoded without processes."""

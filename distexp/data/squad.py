@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from distexp.config import ConfigError, DatasetConfig, ModelConfig
-from distexp.data.base import TaskData
+from distexp.data.base import TaskData, TooFewSamplesError
 from distexp.data.squad_json import (
     SPLITS,
     START,
@@ -181,7 +181,7 @@ def _select(key: str, examples: Sequence[Example], dataset: DatasetConfig) -> Se
     if not count:
         raise ConfigError(no_examples(source, f"{SPLITS[key]} examples"))
     if size is not None and size > count:
-        raise ConfigError(too_few_examples(source, key, size, count))
+        raise TooFewSamplesError(too_few_examples(source, key, size, count), key, count)
     selected = examples[:size]
     wrong = [example for example in selected if example.misplaced is not None]
     if wrong:  # The file is damaged.

@@ -21,11 +21,14 @@ from distexp.models.dropout import DROPOUT_ENDINGS, RANDOM_ENDINGS
 from distexp.models.objective import LOSS_SUM, get_logits
 from distexp.runs.run_dir import MODEL
 from distexp.system.cache_dir import build_once, cache_dir, offline_if_unreachable
-from distexp.system.files import replace_atomically
+from distexp.system.files import replace_atomically, write_json
 from distexp.system.restricted_loading import refused_as_config_error
 from distexp.system.torch_internals.tensors import replaced
 
 PRELOAD = ("transformers",)
+
+CLASS_NAMES = "class_names.json"
+"""File next to a saved adapter with the names of the classes, which the files of peft have no place for."""
 
 
 def build(model: ModelConfig, num_classes: int) -> nn.Module:
@@ -299,6 +302,8 @@ def save_model(
     if hasattr(model, "peft_config"):
         with replace_atomically(run_dir / MODEL) as folder:
             save_adapter(model, state, folder)
+            if data.class_names:  # With a config.json, transformers would look for the weights of a whole model.
+                write_json(folder / CLASS_NAMES, list(data.class_names))
             if data.tokenizer is not None:  # In the folder itself, peft would cut the embedding to its size.
                 data.tokenizer.save(folder / "tokenizer")
         return

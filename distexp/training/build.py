@@ -33,6 +33,8 @@ def load_data(config: Config, context: Context) -> TaskData:
     target = config.dataset._target_
     try:
         data: TaskData = locate(target)(config.dataset, config.model, config.train.seed)
+    except base.TooFewSamplesError:
+        raise
     except ConfigError as error:
         raise ConfigError([*error.errors, *_source_errors(config.model)]) from error.__cause__
     check_returned(data, TaskData, f"dataset._target_={target}")

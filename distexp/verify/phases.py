@@ -98,7 +98,6 @@ COMMON = (
     *("profile=false", "preflight.enabled=false", "measure.enabled=false", "dataset.num_workers=0"),
     *("tracker=none", "scaling=fixed"),
 )
-TRAIN_SIZE, EVAL_SIZE = 128, 11  # Samples. The latter is a prime number, so that no batch divides it.
 LEARNING_RATE = "train.learning_rate=0.01"
 ALONE = (
     *("parallel.tensor=1", "parallel.context=1", "parallel.expert=1"),
@@ -212,9 +211,6 @@ def phase_overrides(phase: Phase, config: Config) -> list[str]:
     found = [*COMMON, f"train.max_steps={phase.steps * phase.epochs}", f"train.num_epochs={phase.epochs}"]
     if phase.keeps_optimizer:
         found += [LEARNING_RATE, *(["train.momentum=0.9"] if config.train.optimizer == "sgd" else [])]
-    for key, size in (("train_size", TRAIN_SIZE), ("eval_size", EVAL_SIZE)):
-        if key in config.dataset.keys:
-            found.append(f"dataset.{key}={min(size, getattr(config.dataset, key) or size)}")
     if "dropout" in config.model.keys:  # Each worker has other random numbers.
         found.append("model.dropout=0")
     shared = [SHARED_EPS] if phase.keeps_optimizer and config.parallel.copies > 1 else []

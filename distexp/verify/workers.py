@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from distexp.config import Config, ConfigError
-from distexp.data.base import IGNORE, Batch, Sample, Samples, TaskData
+from distexp.data.base import IGNORE, Batch, Sample, Samples, TaskData, TooFewSamplesError
 from distexp.data.loader import BatchSharding, ShardedBatchSampler
 from distexp.data.text import PackedSamples
 from distexp.distributed.context import Context
@@ -185,7 +185,7 @@ def record_run(spec: RunSpec, settings: RunSettings, context: Context) -> None:
     """Train one run with the trainer, the strategy and the loop of its configuration, and record it."""
     config = spec.config
     seeding.seed_everything(config.train.seed)
-    data = prepare_data(build.load_data(config, context), config, settings)
+    data = prepare_data(load_data(config, context), config, settings)
     training, evaluation = build.make_loaders(config, data, context)
     plan, events = StepPlan(config.train, training.steps_per_epoch), Events(context.run_dir, enabled=context.rank == 0)
     recorder = Recorder(settings, context)
@@ -195,6 +195,21 @@ def record_run(spec: RunSpec, settings: RunSettings, context: Context) -> None:
     make_model = partial(make_blueprint, config, data, context, settings)
     model, _ = load_trainer(config).train(make_model, config, context, inputs)
     recorder.write(model)
+
+
+TRAIN_SIZE, EVAL_SIZE = 128, 11  # Samples. The latter is a prime number, so that no batch divides it.
+
+
+def load_data(config: Config, context: Context) -> TaskData:
+    """Load a few samples, or all of a smaller data set. The sizes in ``config`` become those that are loaded."""
+    for key, size in (("train_size", TRAIN_SIZE), ("eval_size", EVAL_SIZE)):
+        if key in config.dataset.keys:
+            setattr(config.dataset, key, min(size, getattr(config.dataset, key) or size))
+    while True:
+        try:
+            return build.load_data(config, context)
+        except TooFewSamplesError as error:  # Only loading shows how many samples own data have.
+            setattr(config.dataset, f"{error.key}_size", error.available)
 
 
 def make_blueprint(config: Config, data: TaskData, context: Context, settings: RunSettings) -> Blueprint:
@@ -225,10 +240,13 @@ def uneven_shares(length: int, config: Config, settings: RunSettings) -> dict[in
     sharding = BatchSharding(0, settings.world_size, settings.micro_batch, settings.accumulation)
     order = ShardedBatchSampler(length, sharding, seed=config.train.seed, shuffle=True).global_batches(0).flatten()
     first = sharding.global_batch + settings.micro_batch
+    # A step of few samples may have only one, which needs a target.
+    kept = (1.0, 0.3, 0.7, 0.15, 0.5) if length == settings.samples else (1.0, 0.3, 0.7, 0.5)
     shares = {}
     for position, index in enumerate(order.tolist()):
-        is_empty = sharding.global_batch > settings.micro_batch and first <= position < first + settings.micro_batch
-        shares[index % length] = 0.0 if is_empty else (1.0, 0.3, 0.7, 0.15, 0.5)[position % 5]
+        is_second = first <= position < first + settings.micro_batch and index < length  # not padding of few samples
+        is_empty = is_second and sharding.global_batch > settings.micro_batch
+        shares[index % length] = 0.0 if is_empty else kept[position % len(kept)]
     return shares
 
 
@@ -254,7 +272,7 @@ class PartialSamples:
         labels = sample["labels"].clone()
         (targets,) = (labels.flatten() != IGNORE).nonzero(as_tuple=True)
         share = self.shares.get(index, 1.0)
-        kept = round(share * len(targets)) if labels.dim() else int(share >= 0.3)
+        kept = round(share * len(targets)) or int(share >= 0.3)
         labels.view(-1)[targets[kept:]] = IGNORE
         return sample | {"labels": labels}
 

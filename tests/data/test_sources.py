@@ -13,9 +13,11 @@ from typing import Any
 
 import datasets
 import numpy as np
+import pyarrow
 import pytest
 import torch
 from PIL import Image
+from pyarrow import parquet
 from torch.nn import functional
 from torchvision import transforms
 from transformers import AutoTokenizer
@@ -418,6 +420,39 @@ def test_folders_of_splits_and_files_that_describe_data(pattern: str, tmp_path: 
     assert (described in data.notes) is not bool(pattern)
 
 
+def test_files_that_are_not_read_have_a_note_or_are_named_in_the_error(tmp_path: Path) -> None:
+    for name in ("a/b.jsonl.xz", "a/c.TXT.ZST", "a/c.tar.gz", "a/d.docx", "a/.hidden", "a/README"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(b"x")
+    hint = "(.xz, .zst, .tar.gz is not read: decompress such files, or write them as .gz)"
+    for path in (tmp_path, tmp_path / "a" / "b.jsonl.xz"):
+        with pytest.raises(ConfigError, match=r"data file \(.*\.xz.* is not read: decompress .* as \.gz\): use files"):
+            load(*TEXT, "dataset=text", f"dataset.path={path}")
+    (tmp_path / "e.txt").write_text("one\n\ntwo")
+    data = load(*TEXT, "dataset=text", f"dataset.path={tmp_path}", "dataset.max_length=16")
+    assert data.notes == [
+        f"left out, because they describe the data: 1 file of {tmp_path}, as a/README",
+        f"left out, because they are no data files {hint}: 4 files of {tmp_path}, as a/b.jsonl.xz",
+    ]
+
+
+@pytest.mark.parametrize("pattern", ["", "/*.parquet"])
+def test_parquet_files_without_rows_are_left_out_with_a_note(pattern: str, tmp_path: Path) -> None:
+    whole = pyarrow.table({"text": ["one", "two", "three"]})
+    parts = {"train-0.parquet": [whole[:0]], "train-1.parquet": [whole[:0], whole], "test-0.parquet": [whole]}
+    for name, groups in parts.items():
+        with parquet.ParquetWriter(tmp_path / name, whole.schema) as writer:
+            for group in groups:  # An empty row group may come before others.
+                writer.write_table(group)
+    words = (*TEXT, "dataset=text", f"dataset.path={tmp_path}{pattern}")
+    data = load(*words)
+    assert (len(data.train), len(data.evaluation)) == (3, 3)
+    assert data.notes == [f"left out, because they have no row: 1 file of {tmp_path}{pattern}, as train-0.parquet"]
+    (tmp_path / "train-1.parquet").unlink()
+    with pytest.raises(ConfigError, match=r"train-0\.parquet has no row: add rows, or use other data"):
+        load(*words)
+
+
 def test_messages_without_a_template_are_refused_before_a_run_starts(files: Path) -> None:
     with pytest.raises(ConfigError, match=r"has no chat template: set dataset.chat_template=zephyr"):
         resolve_cell(*TEXT, "dataset=chat", f"dataset.path={files / 'chat.jsonl'}")
@@ -435,18 +470,26 @@ def test_images_of_any_shape_and_mode_keep_their_proportions(files: Path) -> Non
         assert np.array_equal(sample["images"].permute(1, 2, 0).numpy(), expected)
 
 
-@pytest.mark.parametrize("evaluation", ["val", "valid", "validation", "test"])
-def test_the_usual_layouts_of_class_folders_are_read(evaluation: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("training", "evaluation"),
+    [
+        *(("train", name) for name in ("val", "valid", "validation", "test", "testing", "evaluation")),
+        *(("training", "testing"), ("Training", "Testing"), ("Train", "Val"), ("TRAIN", "Test")),
+    ],
+)
+def test_the_usual_layouts_of_class_folders_are_read(training: str, evaluation: str, tmp_path: Path) -> None:
     for label in "xyz":
         for number in range(3):
-            save_image(tmp_path / "train" / label / "images" / f"{number}.png")
+            save_image(tmp_path / training / label / "images" / f"{number}.png")
     save_image(tmp_path / evaluation / "z" / "0.JPG")
-    (tmp_path / "train" / "README.txt").write_text("")
+    save_image(tmp_path / "unlabeled" / "z" / "0.png")
+    (tmp_path / training / "README.txt").write_text("")
     data = load(*IMAGES, "dataset=image_folder", f"dataset.path={tmp_path}")
     assert (len(data.train), len(data.evaluation), data.num_classes) == (9, 1, 3)
     assert int(data.evaluation[0]["labels"]) == 2
     assert data.notes == [
-        f"left out, because they are no images in class folders: 1 files of {tmp_path}/train, as README.txt",
+        f"left out, because they are no images in class folders: 1 file of {tmp_path}/{training}, as README.txt",
+        f"left out, because they are not the chosen splits: 1 folder of {tmp_path}, as unlabeled",
         f"{tmp_path}/{evaluation} has no images of 2 of 3 classes, as x",
     ]
 
@@ -461,7 +504,9 @@ def test_the_usual_layouts_of_class_folders_are_read(evaluation: str, tmp_path: 
             "val has 1 of 2 class folders that .*/train does not have, as c",
         ),
         (("train/a/1.png", "train/b/1.png", "val/1.png"), "val has no class folders with images"),
-        (("val/1.png", "val/2.png"), "has only the class folder val, but two or more are needed"),
+        (("a/1.png", "a/2.png"), "has only the class folder a, but two or more are needed"),
+        (("Test/a/1.png", "Test/b/1.png"), "the folders Test of .* would be the classes, but .* are those of splits"),
+        (("test_set/a/1.png", "training_set/a/1.png"), "test_set, training_set of .*: use .* FOLDER/train/CLASS"),
         (("a/1.png", "b/1.png", "b/broken.jpg"), r"b/broken.jpg is not an image .*; 1 of \d images are broken"),
         (("wnids.txt",), "use dataset=tinyimagenet dataset.root="),
     ],

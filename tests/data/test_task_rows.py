@@ -143,13 +143,27 @@ def test_the_first_token_of_a_word_has_its_tag(tmp_path: Path) -> None:
         assert sample["labels"].shape == sample["input_ids"].shape
 
 
+CLASS = "a class, which is a name or a number from 0"
+
+
 @pytest.mark.parametrize(
     ("task", "row", "reason"),
     [
-        ("sequence_classification", {"text": "a", "label": None}, "row 3: label is null and not a class"),
+        ("sequence_classification", {"text": "a", "label": None}, f"row 3: label is null and not {CLASS}"),
+        ("sequence_classification", {"text": "a", "label": ""}, f"row 3: label is empty and not {CLASS}"),
+        ("sequence_classification", {"text": "a", "label": 1.5}, f"row 3: label is the number 1.5 and not {CLASS}"),
+        ("sequence_classification", {"text": "a"}, "row 3: label is missing"),
         ("sequence_classification", {"text": 5, "label": 1}, "row 3: text is the number 5 and not a text"),
         ("token_classification", {"tokens": ["a"], "tags": ["A", "B"]}, "row 3: it has 1 words, but 2 tags"),
-        ("token_classification", {"tokens": "a b", "tags": ["A"]}, "row 3: tokens is a str and not a list of words"),
+        ("token_classification", {"tokens": "a b", "tags": ["A"]}, "row 3: tokens is a text and not a list of words"),
+        ("token_classification", {"tokens": ["a"]}, "row 3: tags is missing"),
+        (
+            "token_classification",
+            {"tokens": ["a", "b", "c"], "tags": ["A", -100, "B"]},
+            r"row 3: tags\[1\] is the number -100 and not a class, which is a name or a number from 0",
+        ),
+        ("token_classification", {"tokens": ["a"], "tags": [""]}, rf"row 3: tags\[0\] is empty and not {CLASS}"),
+        ("token_classification", {"tokens": ["a", None], "tags": ["A"]}, r"row 3: tokens\[1\] is null and not a word"),
         ("seq2seq_lm", {"prompt": "a"}, "row 3: answer is missing"),
     ],
 )

@@ -99,10 +99,20 @@ def test_a_file_of_another_format_is_not_interpreted(tmp_path: Path) -> None:
         decode_image(tmp_path / "x.JPEG", 8)
 
 
-def test_sixteen_bits_are_scaled_to_eight(tmp_path: Path) -> None:
-    values = np.array([[0, 256], [32_768, 65_535]], dtype=np.uint16)
-    Image.fromarray(values).save(tmp_path / "x.png")
-    assert decode_image(tmp_path / "x.png", 2)[..., 0].tolist() == [[0, 1], [128, 255]]
+@pytest.mark.parametrize(
+    ("dtype", "ending", "largest", "expected"),
+    [
+        *((np.uint16, ending, *pair) for ending in ("png", "tif") for pair in ((65_535, 255), (32_768, 128), (255, 0))),
+        *((np.int32, "pgm", *pair) for pair in ((65_535, 255), (255, 0))),  # a PGM of 16 bits
+        *((np.int32, "tif", *pair) for pair in ((65_535, 255), (256, 1), (255, 255), (1, 1))),
+    ],
+)
+def test_gray_images_of_16_and_32_bits_are_scaled_to_8(
+    dtype: type[np.integer[Any]], ending: str, largest: int, expected: int, tmp_path: Path
+) -> None:
+    path = tmp_path / f"x.{ending}"
+    Image.fromarray(np.array([[0, largest], [0, largest]], dtype=dtype)).save(path)
+    assert decode_image(path, 2).tolist() == 2 * [[3 * [0], 3 * [expected]]]
 
 
 def test_the_first_image_of_an_animation_is_used(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.checkpoint import FileSystemReader
 from torch.profiler import ProfilerActivity, profile
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from distexp.checkpoints import folder as disk
 from distexp.config import Config, ConfigError
@@ -37,7 +37,7 @@ from distexp.training.build import build_model, load_data, make_loaders
 from distexp.training.loop import train_step
 from tests.helpers import hand_written_loop
 from tests.helpers.grid import Runs, read_lines, run_grid, run_once
-from tests.helpers.runs import HELPERS, resolve_cell
+from tests.helpers.runs import HELPERS, resolve_cell, run_distexp
 from tests.models.test_hf import ARCHITECTURES, LLAMA, save_model
 from tests.models.test_tasks import save as save_task_model
 
@@ -211,6 +211,28 @@ def test_peft_loads_a_classifier_with_its_head(name: str, runs: Runs, models: Pa
     record = RunRecord.read(folder / "record.json")
     assert record.metrics is not None
     assert loss == pytest.approx(record.metrics.eval_loss, abs=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("adapter", ["none", "lora"])
+def test_a_saved_classifier_has_the_names_of_its_classes(adapter: str, models: Path, tmp_path: Path) -> None:
+    names, classes = ["bad", "good", "so-so"], ("model.task=sequence_classification", "model.init=pretrained")
+    (tmp_path / "rows.csv").write_text("text,label\n" + "".join(f"some words,{names[row % 3]}\n" for row in range(40)))
+    own = ("dataset=text", "dataset.path=rows.csv", "train.max_steps=1", "train.save_model=true", "hydra.run.dir=run")
+    done = run_distexp(
+        *("model=hf", f"model.name={models / 'bert'}", *BYTE, *classes, *own, f"adapter={adapter}"),
+        *("strategy=single", "cluster.device=cpu", "cluster.workers_per_node=1"),
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    saved, numbers = tmp_path / "run" / "model", {name: number for number, name in enumerate(names)}
+    if adapter == "none":
+        config = AutoConfig.from_pretrained(saved)
+    else:
+        assert json.loads((saved / "class_names.json").read_text()) == names
+        labels = {"id2label": dict(enumerate(names)), "label2id": numbers, "ignore_mismatched_sizes": True}
+        config = peft.AutoPeftModelForSequenceClassification.from_pretrained(str(saved), **labels).config
+    assert (config.id2label, config.label2id) == (dict(enumerate(names)), numbers)
 
 
 def _trained_logits(saved: Path, models: Path, tokens: torch.Tensor) -> torch.Tensor:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from distexp.runs.record import RunRecord
 from tests.helpers.runs import REPOSITORY, run_distexp
@@ -91,6 +92,35 @@ def test_a_file_of_deepspeed_is_used_with_the_settings_of_each_phase(results: li
         written = json.loads((Path(found["proof"]).parent / phase / "ds_config.json").read_text())
         assert written["gradient_clipping"] == clipping
         assert written["zero_optimization"].items() >= DS_CONFIG["zero_optimization"].items()  # type: ignore[attr-defined]
+
+
+TEXT = ("model=gpt_tiny", "dataset.max_length=32", "train.micro_batch_size=2", "dataset.path=rows.jsonl")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param((*TEXT, "dataset=text"), id="text"),
+        pytest.param((*TEXT, "dataset=text", "dataset.eval_path=rows.jsonl", "dataset.train_size=5"), id="few"),
+        pytest.param(("model=resnet_tiny", "dataset=image_folder", "dataset.path=photos"), id="images"),
+        pytest.param((*TEXT[:-1], "dataset=squad", "dataset.train_path=a.json", "dataset.eval_path=a.json"), id="qa"),
+    ],
+)
+def test_small_data_of_a_user_are_compared(options: tuple[str, ...], tmp_path: Path) -> None:
+    rows = [json.dumps({"text": f"some words and the number {number}"}) for number in range(16)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows))
+    for number in range(14):
+        path = tmp_path / "photos" / "ab"[number % 2] / f"{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (16, 16), (17 * number, 90, 30)).save(path)
+    answers = {"answers": [{"text": "words", "answer_start": 5}]}
+    asked = [{"id": str(number), "question": f"What is {number}?", **answers} for number in range(14)]
+    (tmp_path / "a.json").write_text(
+        json.dumps({"data": [{"paragraphs": [{"context": "some words", "qas": asked}]}], "version": "1.1"})
+    )
+    done = run_distexp("verify", "--quick", "--json", "strategy=ddp", "cluster.device=cpu", *options, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr
+    assert {phase["status"] for phase in json.loads(done.stdout)[0]["phases"]} == {"equal"}
 
 
 def test_workers_elsewhere_are_refused(tmp_path: Path) -> None:

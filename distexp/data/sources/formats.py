@@ -30,7 +30,8 @@ KINDS = {
 BROKEN = re.compile("[\ud800-\udfff]")
 """A byte that is not UTF-8, in a text that was read with ``surrogateescape``, or half of a character."""
 
-TYPES = {dict: "an object", list: "a list", bool: "a truth value", type(None): "null"}
+TYPES = {str: "a text", dict: "an object", list: "a list", bool: "a truth value", type(None): "null"}
+CLASS = "a class, which is a name or a number from 0"
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
@@ -63,7 +64,7 @@ def text_error(values: Mapping[str, Any], columns: tuple[str, ...]) -> str | Non
     for column in columns:
         value = values.get(column)
         if not isinstance(value, str):
-            return f"{column} is {f'{describe(value)} and not a text' if column in values else 'missing'}"
+            return _wrong_value(values, column, "a text")
         if BROKEN.search(value):
             return f"{column} contains half of a character"
     return None
@@ -74,7 +75,7 @@ def messages_error(values: Mapping[str, Any], columns: tuple[str, ...]) -> str |
     (column,) = columns
     messages = values.get(column)
     if not isinstance(messages, list) or not messages:
-        return f"{column} is {'empty' if messages == [] else describe(messages)} and not a list of messages"
+        return _wrong_value(values, column, "a list of messages")
     for index, message in enumerate(messages):
         place = f"{column}[{index}]"
         if not isinstance(message, dict):
@@ -92,15 +93,21 @@ def class_error(values: Mapping[str, Any], columns: tuple[str, ...]) -> str | No
     *texts, label = columns
     if error := text_error(values, tuple(texts)):
         return error
-    return None if is_class(values.get(label)) else f"{label} is {describe(values.get(label))} and not a class"
+    return None if is_class(values.get(label)) else _wrong_value(values, label, CLASS)
 
 
 def tags_error(values: Mapping[str, Any], columns: tuple[str, ...]) -> str | None:
     """Return what is wrong with the words and their tags in a row."""
     words, tags = (values.get(column) for column in columns)
-    for column, value, is_right in zip(columns, (words, tags), (lambda x: isinstance(x, str), is_class), strict=True):
-        if not isinstance(value, list) or not all(map(is_right, value)):
-            return f"{column} is {describe(value)} and not a list of {'words' if value is words else 'classes'}"
+    kinds: tuple[tuple[str, str, Callable[[Any], bool]], ...] = (
+        ("a list of words", "a word", lambda value: isinstance(value, str)),
+        ("a list of classes", CLASS, is_class),
+    )
+    for column, found, (kind, element, is_right) in zip(columns, (words, tags), kinds, strict=True):
+        if not isinstance(found, list):
+            return _wrong_value(values, column, kind)
+        if wrong := [index for index, value in enumerate(found) if not is_right(value)]:
+            return f"{column}[{wrong[0]}] is {describe(found[wrong[0]])} and not {element}"
     if len(words or ()) != len(tags or ()):
         return f"it has {len(words or ())} words, but {len(tags or ())} tags"
     return None
@@ -109,6 +116,10 @@ def tags_error(values: Mapping[str, Any], columns: tuple[str, ...]) -> str | Non
 def is_class(value: Any) -> bool:
     """Return whether a value can be a class: a name, or a number from 0."""
     return bool(value) if isinstance(value, str) else type(value) is int and value >= 0
+
+
+def _wrong_value(values: Mapping[str, Any], column: str, expected: str) -> str:
+    return f"{column} is {f'{describe(values[column])} and not {expected}' if column in values else 'missing'}"
 
 
 TEXT_FORMATS = {
@@ -132,6 +143,8 @@ def chat_format(dataset: DatasetConfig, columns: Sequence[str], task: str = "cau
 
 def describe(value: Any) -> str:
     """Return a value for messages, as ``the number 5``."""
+    if isinstance(value, str | list) and not value:
+        return "empty"
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return f"the number {value}" if is_number else TYPES.get(type(value), f"a {type(value).__name__}")
 

@@ -11,7 +11,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from distexp.config import ConfigError, DatasetConfig, ModelConfig
-from distexp.data.sources.rows import DEFAULT_SHARE, is_held_out, walk_files
+from distexp.data.sources.rows import (
+    DEFAULT_SHARE,
+    SPLIT_WORDS,
+    TRAIN_WORDS,
+    is_held_out,
+    note_left_out,
+    walk_files,
+    words_of,
+)
 from distexp.system.cache_dir import build_once, cache_dir
 
 if TYPE_CHECKING:
@@ -22,7 +30,6 @@ IMAGE_FOLDER = "distexp.data.sources.image_folder.load"
 """Target of this dataset."""
 
 ENDINGS = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".ppm", ".pgm", ".tif", ".tiff", ".webp")
-TRAIN_FOLDERS, EVAL_FOLDERS = ("train", "training"), ("val", "valid", "validation", "dev", "test", "eval")
 
 LAYOUT = "use FOLDER/CLASS/*.jpg, or FOLDER/train/CLASS/*.jpg with FOLDER/val/CLASS/*.jpg"
 
@@ -123,11 +130,15 @@ def _find_images(path: str, eval_path: str | None, eval_share: float | None) -> 
         raise ConfigError(
             f"{path} is TinyImageNet in its official layout: use dataset=tinyimagenet dataset.root={path}"
         )
-    train_root = _first_folder(root, TRAIN_FOLDERS) or root
-    found = None if train_root is root or eval_share is not None else _first_folder(root, EVAL_FOLDERS)
+    train_root = _split_folder(root, TRAIN_WORDS) or root
+    found = None if train_root is root or eval_share is not None else _split_folder(root, *SPLIT_WORDS.values())
     eval_root = Path(eval_path) if eval_path else found
     train = class_files(train_root)
     classes, notes = tuple(train), list(_notes(train_root))
+    _refuse_splits_as_classes(train_root, classes)
+    unused = [name for name in _folders(root) if root / name not in (train_root, eval_root)]
+    if train_root is not root and unused:
+        notes.append(note_left_out("they are not the chosen splits", unused, root, "folder"))
     if len(classes) < 2:
         raise ConfigError(f"{train_root} has only the class folder {classes[0]}, but two or more are needed: {LAYOUT}")
     if eval_root is None:
@@ -162,16 +173,31 @@ def _labeled(root: Path, pairs: list[tuple[str, int]]) -> LabeledImages:
     return LabeledImages(root, tuple(names), tuple(labels))
 
 
-def _first_folder(root: Path, names: tuple[str, ...]) -> Path | None:
-    return next((root / name for name in names if (root / name).is_dir()), None)
+def _split_folder(root: Path, *splits: frozenset[str]) -> Path | None:
+    """Return the folder of the first split that exists. A split is a set of names, which are found in any case."""
+    names = _folders(root) if root.is_dir() else []
+    return next((root / name for split in splits for name in names if name.lower() in split), None)
+
+
+def _refuse_splits_as_classes(root: Path, classes: tuple[str, ...]) -> None:
+    """Raise ConfigError if all class folders have names of splits, as train_set and test_set."""
+    known = TRAIN_WORDS.union(*SPLIT_WORDS.values())
+    if all(words_of(name) & known for name in classes):
+        raise ConfigError(
+            f"the folders {', '.join(classes)} of {root} would be the classes, but their names are those of splits: "
+            f"{LAYOUT}"
+        )
+
+
+def _folders(root: Path) -> list[str]:
+    return sorted(entry.name for entry in os.scandir(root) if entry.is_dir() and not entry.name.startswith("."))
 
 
 def class_files(root: Path) -> dict[str, list[str]]:
     """Return the images of each class folder, at any depth, relative to the root. Raise ConfigError without any."""
     if not root.is_dir():
         raise ConfigError(f"{root} is not a folder: {LAYOUT}")
-    folders = sorted(entry.name for entry in os.scandir(root) if entry.is_dir() and not entry.name.startswith("."))
-    found = {name: [file for file in _files(root, name) if file.lower().endswith(ENDINGS)] for name in folders}
+    found = {name: [file for file in _files(root, name) if file.lower().endswith(ENDINGS)] for name in _folders(root)}
     if not any(found.values()):
         raise ConfigError(f"{root} has no class folders with images: {LAYOUT}")
     if empty := [name for name, files in found.items() if not files]:
@@ -191,4 +217,4 @@ def _notes(root: Path) -> Iterator[str]:
     """Yield a note about files that are left out."""
     other = [name for name in _files(root, "") if not name.lower().endswith(ENDINGS) or os.sep not in name]
     if other:
-        yield f"left out, because they are no images in class folders: {len(other)} files of {root}, as {other[0]}"
+        yield note_left_out("they are no images in class folders", other, root)

@@ -5,7 +5,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import islice
@@ -30,7 +30,8 @@ SPLIT_WORDS = {
     "validation": frozenset(("validation", "valid", "dev", "val")),
     "test": frozenset(("test", "testing", "eval", "evaluation")),
 }
-"""Parts of the names of files and folders with a split for evaluation, as in the library datasets."""
+TRAIN_WORDS = frozenset(("train", "training"))
+"""Parts of the names of files and folders with a split, as in the library datasets. Those above are for evaluation."""
 
 DEFAULT_SHARE = 0.1
 """Share of the rows for evaluation, if the data has no split for it."""
@@ -40,6 +41,12 @@ MAX_DOCUMENT = 1_000_000
 
 CHECKED_FILES, CHECKED_ROWS, CHECKED_BYTES = 10, 100, 2_000_000
 """Before a run starts, smaller files are read as a whole, and the first rows of larger ones."""
+
+READ_ROWS = 1000
+"""Rows of Parquet and of the library datasets that are read together."""
+
+COMPRESSIONS = (".bz2", ".xz", ".zst", ".lz4", ".br", ".zip", ".7z", ".rar", ".tar", ".tgz", ".tar.gz")
+"""Endings of compressed files and archives that are not read."""
 
 FormatChoice = Callable[[DatasetConfig, Sequence[str]], RowFormat]
 """Function of a dataset and the columns of its first rows."""
@@ -154,7 +161,31 @@ def open_rows(dataset: DatasetConfig, choose_format: FormatChoice) -> tuple[Rows
 def _choose(splits: Mapping[str, tuple[Table, ...]], name: str, key: str, path: str) -> tuple[Table, ...]:
     if name not in splits:
         raise ConfigError(f"{path} has no split {name}: set dataset.{key} to one of {', '.join(splits)}")
-    return splits[name]
+    found = tuple(table for table in splits[name] if table.file is None or not _is_empty_parquet(table.file))
+    if not found:
+        raise _refuse_empty(splits[name][0].label)
+    return found
+
+
+def _is_empty_parquet(file: Path) -> bool:
+    """Return whether a Parquet file has no row, as some of those that Spark writes. A large file is not opened."""
+    is_small = kind_of(file) == "parquet" and file.stat().st_size <= CHECKED_BYTES
+    return is_small and _read_footer(file).num_rows == 0
+
+
+def _read_footer(file: Path) -> Any:
+    """Return the metadata of a Parquet file. Raise ConfigError if it cannot be read."""
+    from pyarrow import ArrowException
+    from pyarrow.parquet import read_metadata
+
+    try:
+        return read_metadata(file)
+    except (OSError, ArrowException) as error:
+        raise ConfigError(f"{file} cannot be read ({first_line(error)}): restore the file") from error
+
+
+def _refuse_empty(label: str) -> ConfigError:
+    return ConfigError(f"{label} has no row: add rows, or use other data")
 
 
 def _open_splits(path: str, dataset: DatasetConfig) -> dict[str, tuple[Table, ...]]:
@@ -192,7 +223,8 @@ def find_files(path: str) -> dict[str, list[Path]]:
         found = [file for file in found if not _describes_data(file)]
     if not found or not all(map(kind_of, found)):
         wrong = next((f"{file} is not a" for file in found if kind_of(file) is None), f"{path} has no")
-        raise ConfigError(f"{wrong} data file: use files that end in {', '.join(KINDS)}")
+        left = map(Path, walk_files(root)) if root.is_dir() else found
+        raise ConfigError(f"{wrong} data file{_compression_hint(left)}: use files that end in {', '.join(KINDS)}")
     if broken := [file for file in found if not file.exists()]:
         raise ConfigError(f"{broken[0]} is a link to nothing: restore its file, or remove it")
     if special := [file for file in found if not (file.is_file() or file.is_dir())]:
@@ -203,23 +235,47 @@ def find_files(path: str) -> dict[str, list[Path]]:
     base = root if root.is_dir() else os.path.dirname(re.split(r"[*?[]", path)[0])  # the folder of a pattern
     for file in found:
         relative = file.relative_to(base) if len(found) > 1 else file
-        words = set(re.split("[^a-z]+", str(relative).lower())) if len(found) > 1 else set[str]()
+        words = words_of(str(relative)) if len(found) > 1 else set[str]()
         name = next((name for name, known in SPLIT_WORDS.items() if words & known), "train")
         splits.setdefault(name, []).append(file)
     return splits
+
+
+def words_of(name: str) -> set[str]:
+    """Return the words in the name of a file or a folder, in lower case."""
+    return set(re.split("[^a-z]+", name.lower()))
 
 
 def _describes_data(file: Path) -> bool:
     return file.name.split(".")[0] in ("README", "LICENSE", "dataset_info", "dataset_infos")
 
 
+def _compression_hint(files: Iterable[Path]) -> str:
+    """Return what to do with files whose compression is not read; nothing without any."""
+    names = [file.name.lower() for file in files]
+    found = [ending for ending in COMPRESSIONS if any(name.endswith(ending) for name in names)]
+    return f" ({', '.join(found)} is not read: decompress such files, or write them as .gz)" if found else ""
+
+
 def find_notes(dataset: DatasetConfig) -> Iterator[str]:
-    """Yield a note about the files of each folder that are left out because they describe the data."""
+    """Yield a note about the files of each path that are left out: descriptions, no data, or no rows."""
     for path in filter(None, dict.fromkeys((dataset.path, dataset.eval_path))):
-        files = walk_files(Path(path)) if os.path.isdir(path) and not is_saved(path) else ()
-        if found := sorted(file for file in map(Path, files) if kind_of(file) and _describes_data(file)):
-            count = format_count(len(found), "file")
-            yield f"left out, because they describe the data: {count} of {path}, as {found[0].name}"
+        if not is_local(path) or is_saved(path):
+            continue
+        files = sorted(map(Path, walk_files(Path(path)))) if os.path.isdir(path) else []
+        described = [file for file in files if _describes_data(file)]
+        unknown = [file for file in files if kind_of(file) is None and file not in described]
+        empty = [file for split in find_files(path).values() for file in split if _is_empty_parquet(file)]
+        reasons = {"they describe the data": described, "they are no data files": unknown, "they have no row": empty}
+        for why, found in reasons.items():
+            if found:
+                names = [os.path.relpath(file, path) if os.path.isdir(path) else file.name for file in found]
+                yield note_left_out(why + _compression_hint(found), names, path)
+
+
+def note_left_out(why: str, names: Sequence[str], place: str | Path, unit: str = "file") -> str:
+    """Return the note about files that are left out: why, how many, and one of them."""
+    return f"left out, because {why}: {format_count(len(names), unit)} of {place}, as {names[0]}"
 
 
 def walk_files(root: Path) -> Iterator[str]:
@@ -292,13 +348,7 @@ def columns_of(table: Table) -> list[str]:
     if kind_of(table.file) != "parquet":
         rows = islice(read_plain(table.file), CHECKED_ROWS)
         return list(dict.fromkeys(name for row in rows for name in row.values))
-    from pyarrow import ArrowException
-    from pyarrow.parquet import read_schema
-
-    try:
-        return list(read_schema(table.file).names)
-    except (OSError, ArrowException) as error:
-        raise ConfigError(f"{table.file} cannot be read ({first_line(error)}): restore the file") from error
+    return list(_read_footer(table.file).schema.to_arrow_schema().names)
 
 
 def check_columns(label: str, found: Sequence[str], dataset: DatasetConfig, form: RowFormat) -> None:
@@ -322,20 +372,22 @@ def _read(table: Table, dataset: DatasetConfig, form: RowFormat) -> Iterator[Row
     for row in rows:
         yield row if row.error is not None else row._replace(error=form.check(row.values, columns))
     if row is None:
-        raise ConfigError(f"{table.label} has no row: add rows, or use other data")
+        raise _refuse_empty(table.label)
 
 
 def _stream_parquet(file: Path) -> Any:
     from datasets import load_dataset
 
     folder, name = str(cache_dir() / "datasets"), glob.escape(str(file))  # The library takes a name as a pattern.
-    return load_dataset("parquet", data_files=name, split="train", streaming=True, cache_dir=folder)
+    # The library's batch size is the number of rows of the first row group, which may be 0.
+    files = {"data_files": name, "split": "train", "streaming": True}
+    return load_dataset("parquet", **files, cache_dir=folder, batch_size=READ_ROWS)
 
 
 def _read_batches(data: Any, label: str) -> Iterator[Row]:
     """Yield the rows of a dataset of the library datasets."""
     number = 0
-    for batch in data.iter(batch_size=1000):
+    for batch in data.iter(batch_size=READ_ROWS):
         for values in zip(*batch.values(), strict=True):
             number += 1
             yield Row(f"{label}, row {number}", dict(zip(batch, values, strict=True)))
