@@ -209,7 +209,7 @@ NOT_THE_MODEL = frozenset(
 """Settings, and sections of them, that should not change the losses, if the global batch is the same."""
 
 
-DROPOUT = "With dropout, strategies draw other random numbers. To compare them, set model.dropout=0."
+DROPOUT = "With dropout or skipped paths, strategies draw other random numbers. To compare them, set model.dropout=0."
 BATCH_NORMS = (
     " Batch norms, if the model has any, use the samples of one worker, and the evaluation the statistics of rank 0, "
     "as with DDP. So losses depend on the micro-batch size and on the number of workers."
@@ -263,8 +263,8 @@ def _compare(curves: Sequence[LossCurve], task: str) -> str:
     if largest > curves[0].tolerance:
         pair = f"{one.name} and {other.name}"
         difference = f"Different losses: {runs} differ by up to {100 * largest:.2g}%, at step {step} of {pair}."
-        models = [curve.trace.row.record.config.get("model") or {} for curve in curves]
-        return f"{difference} {DROPOUT}" if any(model.get("dropout") for model in models) else difference + batch_norms
+        has_dropout = any(model and model.dropout for model in built)
+        return f"{difference} {DROPOUT}" if has_dropout else difference + batch_norms
     gap = f"agree within {100 * largest:.2g}%" if largest else "are equal"
     evaluated = ((*largest_difference(one, other, "evaluation"), one, other) for one, other in pairs)
     apart, step, one, other = max(evaluated, key=lambda difference: difference[0])

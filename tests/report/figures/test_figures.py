@@ -298,6 +298,11 @@ def test_equal_and_different_losses_are_reported(tmp_path: Path) -> None:
     write_traces(other / "1", same[1], gap=0.03)
     text = text_of(other, "losses")
     assert "Different losses: 2 runs (global batch 8) differ by up to 2.9%, at step " in text
+    assert "random numbers" not in text
+    assert same[1].built is not None
+    same[1].built.dropout = 0.1  # of the architecture
+    same[1].write(other / "1")
+    assert "With dropout or skipped paths, strategies draw other random numbers." in text_of(other, "losses")
     assert "of run 0 (strategy=ddp) and run 1 (strategy=fsdp)." in text
 
 
