@@ -10,18 +10,19 @@ from distexp.exceptions import print_error, print_text, run_until_pipe_closes
 from distexp.launch.launcher import CancelError, launchers_of
 from distexp.runs.record import ExistingRuns, choose_newest_sweep, not_a_sweep
 from distexp.runs.run_dir import COMMAND
-from distexp.status import DIRECTORY_HELP, is_run_folder
+from distexp.status import DIRECTORY_HELP
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """End the runs of a sweep, and print how many; return 1 if one could not be ended, 2 if DIR is no sweep or run."""
+    """End the runs of a sweep, and print how many; return 1 if one could not be ended, 2 if DIR is no sweep."""
     parser = argparse.ArgumentParser(
         prog="distexp cancel", description="End the runs of a sweep, on Slurm or on this machine."
     )
     parser.add_argument("directory", type=Path, metavar="DIR", nargs="?", help=DIRECTORY_HELP)
     options = parser.parse_args(arguments)
     sweep_dir = options.directory or choose_newest_sweep()
-    if not is_run_folder(sweep_dir):  # All runs below a larger folder, such as the home directory, are too many to end.
+    # A run shares its launcher, or its job, with its sweep. Below a larger folder, too many runs would end.
+    if not (sweep_dir / COMMAND).is_file():
         print_error(not_a_sweep(sweep_dir, COMMAND))
         return 2
     launchers = launchers_of(sweep_dir, ExistingRuns.read(sweep_dir).runs)

@@ -175,6 +175,8 @@ def build_torchvision(model: ModelConfig, num_classes: int) -> nn.Module:
     from torchvision import models
 
     known = models.list_models(module=models)
+    if model.name in set(models.list_models()) - set(known):
+        raise ConfigError(f"model.name={model.name} is no image classifier: use one, such as resnet18")
     if model.name not in known:
         raise _unknown_name(model, known)
     return _image_model(model, models.get_model(model.name, weights=None, num_classes=num_classes), num_classes)

@@ -270,6 +270,8 @@ def test_models_that_do_not_fit_are_refused_with_what_fits(tmp_path: Path) -> No
         task_models.build_timm(resolve_cell(*image).model, 5)
     with pytest.raises(ConfigError, match=r"model.name=resnet19 is not a model of torchvision: use resnet1"):
         task_models.build_torchvision(resolve_cell("model=torchvision", "model.name=resnet19").model, 5)
+    with pytest.raises(ConfigError, match=r"model.name=raft_small is no image classifier: use one, such as resnet18"):
+        task_models.build_torchvision(resolve_cell("model=torchvision", "model.name=raft_small").model, 5)
     save(tmp_path / "vit", "vit")
     model = hf.build(resolve_cell("model=hf", f"model.name={tmp_path / 'vit'}", SYNTHETIC).model, 5)
     with pytest.raises(ConfigError, match=r"dataset.image_size=64 is not supported by .*: use dataset.image_size=32"):
