@@ -18,6 +18,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 import psutil
@@ -288,12 +289,7 @@ def compare_phases(variant: dict[str, Any], group: Group, references: Group) -> 
         needed = list(phase["directories"].values())
         for each in (group, references):
             each.run_until(needed)
-        try:
-            result = compare_phase(phase)
-        except Exception as error:  # any: a run may have recorded anything
-            traceback.print_exc()
-            message = f"the runs cannot be compared: {type(error).__name__}: {error}"
-            result = {"phase": phase["name"], "adds": phase["adds"], "status": FAILED, "error": message}
+        result = compare_in_fork(phase)
         yield result
         if result["status"] in (DIFFERENT, NOT_COMPARABLE):
             break
@@ -319,6 +315,35 @@ def compare_variant(variant: dict[str, Any], phases: Sequence[dict[str, Any]]) -
         "phases": phases,
         "not_run": [phase["name"] for phase in variant["phases"][len(phases) :]],
     }
+
+
+def compare_in_fork(phase: dict[str, Any]) -> dict[str, Any]:
+    """Return the result of a phase, of which another process compares the runs.
+
+    This process forks further groups. If it computed with several threads itself, those of the groups would wait for
+    threads of OpenMP that a fork does not copy.
+    """
+    entry = {"phase": phase["name"], "adds": phase["adds"], "status": FAILED}
+    with TemporaryFile("w+") as file:
+        parent, pid = os.getpid(), os.fork()
+        if pid == 0:
+            code = 1
+            try:
+                die_with_parent(parent=parent)
+                try:
+                    result = compare_phase(phase)
+                except Exception as error:  # any: a run may have recorded anything
+                    traceback.print_exc()
+                    result = entry | {"error": f"the runs cannot be compared: {type(error).__name__}: {error}"}
+                json.dump(result, file)
+                file.flush()
+                code = 0
+            finally:
+                end_at_once(code)
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        file.seek(0)
+        found: dict[str, Any] = json.load(file) if code == 0 else {}
+    return found or entry | {"error": f"the runs cannot be compared: the process ended with {code}"}
 
 
 def compare_phase(phase: dict[str, Any]) -> dict[str, Any]:

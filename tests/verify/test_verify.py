@@ -225,6 +225,32 @@ def test_scripts_with_other_arithmetic_are_not_compared(tmp_path: Path) -> None:
         assert hint in reason
 
 
+COMPARES_AND_FORKS = """
+import os, torch
+from distexp.verify import workers
+
+def compute(phase):
+    return {"sum": float(torch.ones(1000, 1000).matmul(torch.ones(1000, 1000)).add(1).sum())}
+
+torch.set_num_threads(2)
+workers.compare_phase = compute
+found = workers.compare_in_fork({"name": "sgd", "adds": ""})
+if os.fork() == 0:
+    torch.set_num_threads(2)
+    compute({})
+    os._exit(0)
+print(found, os.wait()[1])
+"""
+
+
+def test_ranks_that_start_after_a_comparison_can_use_several_threads() -> None:
+    """A fork of a process that has used threads of OpenMP waits for them forever."""
+    done = subprocess.run(
+        [sys.executable, "-c", COMPARES_AND_FORKS], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert (done.stdout, done.returncode) == ("{'sum': 1001000000.0} 0\n", 0), done.stderr
+
+
 CLEAN = {
     "same_reference": (["strategy=ddp"], ["sharding=full_shard"], ["zero_stage=3"]),
     "others": (
