@@ -117,10 +117,6 @@ def test_the_listed_keys_are_those_of_the_installed_deepspeed() -> None:
             r'sets flops_profiler\.output_file="/a/b", which .* of the run: remove it, and set profile=true',
         ),
         (
-            '{"zero_optimization": {"offload_param": {"nvme_path": "/a"}}}',
-            r'nvme_path="/a", .*, and set offload=true',
-        ),
-        (
             '{"data_efficiency": {"data_sampling": {"curriculum_metrics": [{"index_to_sample_path": "/a"}]}}}',
             r"curriculum_metrics\.index_to_sample_path=.*: remove it",
         ),
@@ -146,7 +142,8 @@ def test_a_file_may_have_disabled_sections(tmp_path: Path) -> None:
     path.write_text(json.dumps({name: {"enabled": False} for name in ("tensorboard", "wandb", "autotuning")}))
     words = ("strategy=deepspeed", f"deepspeed.config_file={path}", "cluster.device=cpu")
     resolve_cell(*words)
-    path.write_text(json.dumps({"flops_profiler": {"enabled": True, "output_file": None}}))
+    swap = {"offload_optimizer": {"device": "none", "nvme_path": "/local"}}
+    path.write_text(json.dumps({"flops_profiler": {"enabled": True, "output_file": None}, "zero_optimization": swap}))
     config = resolve_cell(*words)
     path.write_text(json.dumps({"csv_monitor": {"enabled": True}}))
     with pytest.raises(ConfigError, match="has csv_monitor"):  # A worker reads the file again, maybe hours later.

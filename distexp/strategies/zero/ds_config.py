@@ -209,10 +209,10 @@ UNSAFE_SECTIONS = {
 UNSAFE_KEYS = {"lower_precision_safe_modules": "imports a package", "debug_log": "writes files into the current folder"}
 """Keys of other sections with which DeepSpeed loads code or writes files, each with what it does."""
 
-FILE_KEY = re.compile(r"(\w+_)?(path|paths|dir|file)")
-"""Keys of all sections that name a file or a folder."""
+FILE_KEY = re.compile(r"(?!nvme_path)(\w+_)?(path|paths|dir|file)")
+"""Keys of all sections that name a file or a folder, except that of swap files, which are new ones."""
 
-INSTEAD = {"output_file": ", and set profile=true", "nvme_path": ", and set offload=true"}
+INSTEAD = {"output_file": ", and set profile=true"}
 
 
 def unsafe_errors(settings: Mapping[str, Any]) -> Iterator[str]:
