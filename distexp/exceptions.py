@@ -181,7 +181,9 @@ LIMITS = {
 """Texts of errors at a limit of the system, with what to do."""
 
 
-ALLOCATION = re.compile(r"\bMemoryError|[Mm]emory allocation|allocate memory|failed to map segment|bad_alloc")
+ALLOCATION = re.compile(
+    r"\bMemoryError|Unable to allocate|[Mm]emory allocation|allocate memory|failed to map segment|bad_alloc"
+)
 """Texts of errors of memory that could not be allocated."""
 
 

@@ -121,9 +121,10 @@ def translate(name: str, value: str) -> str:
         return ": leave it out"
     if name in FOREIGN_VALUES:
         key, value = text.partition("=")[0], value.lower()
-        accepted = f"one of {', '.join(options_of(key))}" if key in config_groups() else describe_values(key) or ""
+        accepted = ", ".join(options_of(key)) if key in config_groups() else describe_values(key) or ""
+        accepted = accepted.removeprefix("one of ")
         if value not in re.findall(r"\w+", accepted):
-            return f": write {key}=VALUE, with {accepted}"
+            return f": write {key}=VALUE, with one of {accepted}"
     if text.startswith("sharding=") and "offload" in value.split():
         text += " offload=true"
     if not value:  # The first override chooses what the value is for.

@@ -59,7 +59,8 @@ def main(arguments: Sequence[str], command: Command = Command.TRAIN, added: Sequ
     except OSError as error:
         if wants_trace or isinstance(error, BrokenPipeError):
             raise
-        prints_only = command in (Command.PLAN, Command.FORECAST) or bool(set(HYDRA_FLAGS) & set(arguments))
+        prints_only = any(text.partition("=")[0] in HYDRA_FLAGS for text in arguments)
+        prints_only |= command in (Command.PLAN, Command.FORECAST)
         message = explain_os_error(error, resumes=sets_key(arguments, "sweep.resume"))
         print_error(describe_os_error(error) if prints_only else f"the sweep stops: {message}")
         return 1

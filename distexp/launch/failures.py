@@ -90,7 +90,7 @@ def _signal_cause(directory: Path, number: int, process: str, phase: str | None,
         return Cause("oom_host", RunError("OutOfMemoryKilled", message, phase, rank))
     status = "killed" if number in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT) else "failed"
     # Libraries crash if they cannot allocate memory.
-    hint = address_space_hint() if number in (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT) else ""
+    hint = address_space_hint() if number in (signal.SIGSEGV, signal.SIGBUS) else ""
     message = f"{process} was terminated by {name}{f': {hint}' if hint else ''}"
     return Cause(status, RunError(name, message, phase, rank))
 

@@ -154,7 +154,7 @@ def build_empty(build: Callable[[], nn.Module], device: torch.device) -> tuple[n
     except (NotImplementedError, RuntimeError) as error:  # Tensor.item() and others cannot be called on meta tensors.
         reason = f"its constructor reads values of tensors ({code_place(error)})"
     if reason:
-        way = "parameter by parameter"
+        way, state = "parameter by parameter", torch.get_rng_state()
         with torch.random.fork_rng(devices=[]):
             try:
                 with _parameters_on_meta():
@@ -164,6 +164,7 @@ def build_empty(build: Callable[[], nn.Module], device: torch.device) -> tuple[n
             except (NotImplementedError, RuntimeError) as error:
                 lost, reason = [""], f"its constructor reads values of parameters ({code_place(error)})"
             if lost:
+                torch.set_rng_state(state)  # Values that are computed from weights must be those of the same weights.
                 way, model = "at once", build()
         reason = f"{type(model).__name__} is built on the CPU, {way}, because {reason}"
     emptied = _empty_tensors(model)
@@ -215,7 +216,7 @@ def _parameters_on_meta() -> Iterator[None]:
     known: Any = WeakTensorKeyDictionary()  # A parameter that several modules share has one replacement.
 
     def register_empty(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        if parameter is not None and not parameter.is_meta:
+        if parameter is not None and not parameter.is_meta and not isinstance(parameter, UninitializedParameter):
             if parameter not in known:
                 known[parameter] = _like(parameter, parameter.detach().to("meta"))
             parameter = known[parameter]
@@ -239,26 +240,26 @@ def _like(parameter: nn.Parameter, tensor: Tensor) -> nn.Parameter:
 
 def _check_weights(model: nn.Module, workers: int) -> None:
     """Raise ConfigError if a model has weights, or changes them, in a way that training or sharding would lose."""
-    problem = ""
+    problems = []
     for name, weight in model.named_parameters():
         if weight._backward_hooks or getattr(weight, "_post_accumulate_grad_hooks", None):
             # A hook often holds a tensor without values, such as a mask.
             way = "change the gradient in forward, as in w * mask + (w * (1 - mask)).detach()"
-            problem = f"a gradient hook on {name}: {way}"
+            problems.append(f"a gradient hook on {name}: {way}")
         elif weight.is_complex():
-            problem = f"the complex weight {name}: keep a real one, and use torch.view_as_complex in forward"
+            problems.append(f"the complex weight {name}: keep a real one, and use torch.view_as_complex in forward")
         elif isinstance(weight, UninitializedParameter):
-            problem = f"no shape for {name}: give the sizes in its constructor, in place of a lazy module"
+            problems.append(f"no shape for {name}: give the sizes in its constructor, in place of a lazy module")
     for name, module in model.named_modules():
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag):
-            if module.sparse:
-                problem = f"sparse gradients in {name}: leave sparse=True out"
-            elif module.max_norm is not None and workers > 1:
-                problem = (
-                    f"max_norm={module.max_norm:g} in {name}, which changes other rows on each worker: use one worker"
-                )
-    if problem:
-        raise ConfigError(f"{type(model).__name__} has {problem}")
+        if not isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            continue
+        if module.sparse:
+            problems.append(f"sparse gradients in {name}: leave sparse=True out")
+        if module.max_norm is not None and workers > 1:
+            changes = "which changes other rows on each worker: use one worker"
+            problems.append(f"max_norm={module.max_norm:g} in {name}, {changes}")
+    if problems:
+        raise ConfigError([f"{type(model).__name__} has {problem}" for problem in problems])
 
 
 def _empty_tensors(model: nn.Module) -> Any:
@@ -267,7 +268,7 @@ def _empty_tensors(model: nn.Module) -> Any:
     for module in model.modules():
         for tensors in (module._parameters, module._buffers):
             for name, tensor in [(name, tensor) for name, tensor in tensors.items() if tensor is not None]:
-                if not tensor.is_meta and tensor not in emptied:
+                if not tensor.is_meta and tensor not in emptied and not isinstance(tensor, UninitializedParameter):
                     empty = tensor.detach().to("meta")
                     emptied[tensor] = _like(tensor, empty) if isinstance(tensor, nn.Parameter) else empty
                 tensors[name] = emptied.get(tensor, tensor)

@@ -1,5 +1,7 @@
 """Rates at which a model changes its training at random: dropout, skipped paths and layers, noise of routers."""
 
+from typing import Any
+
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
@@ -8,6 +10,9 @@ from distexp.config import ConfigError
 DROPOUT_ENDINGS = ("dropout", "pdrop", "dropout_prob", "dropout_p", "dropout_rate")
 RANDOM_ENDINGS = (*DROPOUT_ENDINGS, "layerdrop", "drop_path_rate", "drop_rate", "drop_connect_rate", "jitter_noise")
 """Ends of the names of dropout rates in configurations of transformers, and of all that make a training random."""
+
+FIXED = {"phimoe": "router_jitter_noise"}
+"""Rates that also decide what a type of model computes in an evaluation. They stay as they are."""
 
 PATHS = {"DropPath": "drop_prob", "DropBlock2d": "drop_prob", "StochasticDepth": "p"}
 """Ends of the names of modules that skip paths in timm, transformers and torchvision, with the names of their rates."""
@@ -41,26 +46,43 @@ def _rate_name(module: nn.Module) -> str | None:
     return next((attribute for ending, attribute in PATHS.items() if kind.endswith(ending)), None)
 
 
+def set_configured_dropout(config: Any, rate: float) -> bool:
+    """Set the dropout rates of a configuration of transformers, and return whether it has any.
+
+    0 is also the rate of all other random changes. A list has the rates of the stages of a model.
+    """
+    found = False
+    for name, value in config.to_dict().items():
+        values = value if isinstance(value, list) and value else [value]
+        has_rates = all(type(one) in (int, float) for one in values) and name != FIXED.get(config.model_type)
+        if has_rates and name.endswith(DROPOUT_ENDINGS if rate else RANDOM_ENDINGS):
+            setattr(config, name, [rate] * len(values) if isinstance(value, list) else rate)
+            found = True
+    return found
+
+
 def set_dropout(model: nn.Module, rate: float) -> None:
     """Set the dropout rate of all modules; 0 is also that of skipped paths. Raise ConfigError if no module has one."""
     found = False
     for module in model.modules():
         attribute = _rate_name(module)
-        if attribute and (not rate or type(module).__name__ not in PATHS):
+        if attribute and (not rate or not type(module).__name__.endswith(tuple(PATHS))):
             setattr(module, attribute, rate)
             found = True
     if rate and not found:
         raise ConfigError(
-            f"model.dropout={rate:g} is not supported: {type(model).__name__} has no dropout: leave model.dropout out"
+            f"model.dropout={rate:g} is not supported: {type(model).__name__} has no module with a dropout rate: leave "
+            "model.dropout out"
         )
 
 
 def check_layerdrop(model: nn.Module) -> None:
-    """Raise ConfigError if a model skips layers at random. With sharding, some workers would wait for weights."""
+    """Raise ConfigError if a sharded model skips layers at random: some workers would wait for weights of others."""
     rates = {name: rate for name, rate in dropout_rates(model).items() if name.endswith("layerdrop")}
     if rates:
         found = ", ".join(f"{name}={rate:g}" for name, rate in rates.items())
         raise ConfigError(
             f"{type(model).__name__} has {found}: each worker would skip other layers. Add "
-            f"{' '.join(f'model.options.{name}=0' for name in rates)}, or use one worker"
+            f"{' '.join(f'model.options.{name}=0' for name in rates)}, or use strategy=ddp "
+            "ddp.find_unused_parameters=true"
         )

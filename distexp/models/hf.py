@@ -17,7 +17,7 @@ from distexp.exceptions import first_line
 from distexp.models import task_models
 from distexp.models.adapter import save_adapter
 from distexp.models.blueprint import build_empty
-from distexp.models.dropout import DROPOUT_ENDINGS, RANDOM_ENDINGS
+from distexp.models.dropout import DROPOUT_ENDINGS, set_configured_dropout
 from distexp.models.objective import LOSS_SUM, get_logits
 from distexp.runs.run_dir import MODEL
 from distexp.system.cache_dir import build_once, cache_dir, offline_if_unreachable
@@ -78,19 +78,14 @@ def _read_config(model: ModelConfig, num_classes: int) -> Any:
             f"model.name={model.name}: use a smaller tokenizer, or model.tokenizer=auto for the model's own"
         )
     config.use_cache = False  # training never uses cached keys and values, which take memory
-    if model.dropout is not None:  # one rate for embeddings, attention and residuals, whose names differ
-        text = config.get_text_config()
-        values = text.to_dict().items()
-        random = [name for name, value in values if name.endswith(RANDOM_ENDINGS) and type(value) in (int, float)]
-        rates = [name for name in random if name.endswith(DROPOUT_ENDINGS)]
-        if not rates and model.dropout:
-            wanted = ", ".join(f"*{ending}" for ending in DROPOUT_ENDINGS)
-            raise ConfigError(
-                f"model.dropout={model.dropout:g} is not supported: the configuration of model.name={model.name} "
-                f"({config.model_type}) has no dropout rate ({wanted}): leave model.dropout out"
-            )
-        for name in rates if model.dropout else random:
-            setattr(text, name, model.dropout)
+    # One rate is that of embeddings, attention and residuals, whose names differ.
+    is_set = model.dropout is None or set_configured_dropout(config.get_text_config(), model.dropout)
+    if model.dropout and not is_set:
+        wanted = ", ".join(f"*{ending}" for ending in DROPOUT_ENDINGS)
+        raise ConfigError(
+            f"model.dropout={model.dropout:g} is not supported: the configuration of model.name={model.name} "
+            f"({config.model_type}) has no dropout rate ({wanted}): leave model.dropout out"
+        )
     return config
 
 

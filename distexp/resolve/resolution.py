@@ -119,7 +119,7 @@ def check_names(config: Config, choices: Choices, overrides: Iterable[str]) -> I
 
 
 def _targets(group: str) -> dict[str, str]:
-    """Return the options of a group by their classes or functions."""
+    """Return the options of a group by their classes or functions; those of models, which share them, are left out."""
     contents = {
         option: cast(Any, OmegaConf.load(conf_dir() / group / f"{option}.yaml")) for option in options_of(group)
     }

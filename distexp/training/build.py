@@ -33,7 +33,7 @@ def load_data(config: Config, context: Context) -> TaskData:
     target = config.dataset._target_
     try:
         data: TaskData = locate(target)(config.dataset, config.model, config.train.seed)
-    except base.TooFewSamplesError:
+    except base.TooFewSamplesError:  # ``distexp verify`` uses what the data have.
         raise
     except ConfigError as error:
         raise ConfigError([*error.errors, *_source_errors(config.model)]) from error.__cause__
@@ -149,7 +149,7 @@ def build_model(
         attention.check_packing(blueprint.model)
     if config.train.save_model:
         hf.check_exportable(blueprint.model)
-    if context.world_size > 1:
+    if context.world_size > 1 and load_strategy(config).keeps_states_whole(config) is not True:
         dropout.check_layerdrop(blueprint.model)
     if config.train.loss == "own":
         introspection.check_forward_arguments(blueprint.model, (*config.model.traits.inputs, base.TARGET_LABELS))

@@ -242,7 +242,8 @@ class Recorder(Watcher):
     def attach(self, module: nn.Module, optimizer: Any) -> None:
         """Prepare for a distributed model, which has just been built."""
         self.reader = TensorReader(module, optimizer, self.context.device)
-        for name, rate in dropout_rates(self.reader.module, configured=False).items():
+        if rates := dropout_rates(self.reader.module, configured=False):
+            name, rate = next(iter(rates.items()))
             kind = type(self.reader.module).__name__
             raise ConfigError(f"{kind} has {name}={rate:g}, and each worker draws other random numbers: set it to 0")
         inner = innermost_optimizer(optimizer)

@@ -6,6 +6,7 @@ once, and starts nothing before all cells are composed.
 
 from __future__ import annotations
 
+import re
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -111,7 +112,7 @@ class DistexpSweeper(BasicSweeper):
                     f"sweep.cells contains {cell!r}, but each cell must be a list of overrides, as in "
                     '\'sweep.cells=[["strategy=single"],["zero_stage=1","offload=true"]]\''
                 )
-            if of_hydra := next((item for item in cell if item.lstrip("+").startswith("hydra.")), None):
+            if of_hydra := next((item for item in cell if re.match(r"[+~]*hydra[./=]", item)), None):
                 raise ConfigError(
                     f"sweep.cells sets {of_hydra}, which is the same for all runs: set it outside of sweep.cells"
                 )

@@ -85,11 +85,12 @@ class Measured(Plain):
 
     def __init__(self, vocabulary: int) -> None:
         super().__init__(vocabulary)
-        self.scale = 30 * float(self.head.weight.std())
+        self.factor = nn.Parameter(torch.rand(WIDTH))
+        self.scale = 2 * float(self.factor.detach().mean())
         self.head = weight_norm(self.head)
 
     def body(self, hidden: Tensor, tokens: Tensor) -> Tensor:
-        return super().body(hidden * self.scale, tokens)
+        return super().body(hidden * self.scale * self.factor, tokens)
 
 
 class Experts(Plain):
@@ -231,7 +232,7 @@ KINDS = {
         "ftied": FunctionalHead,
     },
     **{"method": Method, "view": View, "scalar": Scalar, "empty": Empty, "types": MixedTypes, "loss": OwnLoss},
-    **{"bidirectional": Bidirectional, "ftied": FunctionalHead},
+    "bidirectional": Bidirectional,
 }
 
 

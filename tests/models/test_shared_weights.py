@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -175,6 +176,34 @@ def test_weights_that_training_would_change_otherwise_are_refused(message: str, 
     build, workers = REFUSED_WEIGHTS[message]
     with pytest.raises(ConfigError, match=re.escape(message)):
         Blueprint(build, Context(0, workers, 0, workers, 1, torch.device("cpu"), tmp_path))
+
+
+def test_values_of_a_constructor_are_those_of_the_weights(tmp_path: Path) -> None:
+    class Measured(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(4))
+            self.copied, self.norm = self.weight.detach().clone(), float(self.weight.detach().norm())
+
+    torch.manual_seed(3)
+    model: Any = Blueprint(Measured, Context(0, 1, 0, 1, 1, torch.device("cpu"), tmp_path))
+    model.materialize(model.model)
+    assert torch.equal(model.model.copied, model.model.weight)
+    assert model.model.norm == pytest.approx(float(model.model.weight.norm()))
+
+
+def test_all_wrong_weights_are_named(tmp_path: Path) -> None:
+    def build() -> nn.Module:
+        pair = nn.Sequential(nn.Embedding(2, 2, sparse=True), nn.LazyLinear(4))
+        pair.table = torch.ones(4)  # type: ignore[assignment]  # so it is built on the CPU
+        return pair
+
+    with pytest.raises(ConfigError) as refused:
+        Blueprint(build, Context(0, 1, 0, 1, 1, torch.device("cpu"), tmp_path))
+    assert [text.partition(": ")[0] for text in refused.value.errors] == [
+        *(f"Sequential has no shape for 1.{name}" for name in ("weight", "bias")),
+        "Sequential has sparse gradients in 0",
+    ]
 
 
 def test_a_parameter_keeps_its_attributes(tmp_path: Path) -> None:

@@ -136,7 +136,8 @@ def _find_images(path: str, eval_path: str | None, eval_share: float | None) -> 
     train = class_files(train_root)
     classes, notes = tuple(train), list(_notes(train_root))
     _refuse_splits_as_classes(train_root, classes)
-    unused = [name for name in _folders(root) if root / name not in (train_root, eval_root)]
+    used = {folder.resolve() for folder in (train_root, eval_root) if folder is not None}
+    unused = [name for name in _folders(root) if (root / name).resolve() not in used]
     if train_root is not root and unused:
         notes.append(note_left_out("they are not the chosen splits", unused, root, "folder"))
     if len(classes) < 2:
@@ -174,15 +175,19 @@ def _labeled(root: Path, pairs: list[tuple[str, int]]) -> LabeledImages:
 
 
 def _split_folder(root: Path, *splits: frozenset[str]) -> Path | None:
-    """Return the folder of the first split that exists. A split is a set of names, which are found in any case."""
-    names = _folders(root) if root.is_dir() else []
+    """Return the folder of the first split that exists. A split is a set of names, which are found in any case.
+
+    It has folders of classes. A class may have such a name too.
+    """
+    names = [name for name in _folders(root) if _folders(root / name)] if root.is_dir() else []
     return next((root / name for split in splits for name in names if name.lower() in split), None)
 
 
 def _refuse_splits_as_classes(root: Path, classes: tuple[str, ...]) -> None:
-    """Raise ConfigError if all class folders have names of splits, as train_set and test_set."""
-    known = TRAIN_WORDS.union(*SPLIT_WORDS.values())
-    if all(words_of(name) & known for name in classes):
+    """Raise ConfigError if the class folders are splits, as train_set and test_set, or val alone."""
+    known = TRAIN_WORDS, frozenset[str]().union(*SPLIT_WORDS.values())
+    found = [[name for name in classes if words_of(name) & words] for words in known]
+    if len(found[0]) + len(found[1]) == len(classes) and (len(classes) == 1 or all(found)):
         raise ConfigError(
             f"the folders {', '.join(classes)} of {root} would be the classes, but their names are those of splits: "
             f"{LAYOUT}"

@@ -167,6 +167,7 @@ def _choose(splits: Mapping[str, tuple[Table, ...]], name: str, key: str, path: 
     return found
 
 
+@lru_cache(maxsize=4096)
 def _is_empty_parquet(file: Path) -> bool:
     """Return whether a Parquet file has no row, as some of those that Spark writes. A large file is not opened."""
     is_small = kind_of(file) == "parquet" and file.stat().st_size <= CHECKED_BYTES

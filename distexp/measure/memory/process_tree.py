@@ -188,6 +188,7 @@ class PssReader:
                 # It may share memory with its parent, whose PSS has these pages. So only what it has alone counts.
                 rollup = self._read_rollup(pid)
                 self._last[pid] = (0, counts[pid][1]) if rollup is None else (rollup.unshared, rollup.private)
+                counts[pid] = (counts[pid][0], self._last[pid][1])  # of the same moment: it may have grown, or ended
             grown = {pid: (*self._last[pid], private) for pid, (_, private) in counts.items()}
             used = {pid: max(pss + private - before, 0) for pid, (pss, before, private) in grown.items()}
             sources = [*sorted(self._sources), "delta"]

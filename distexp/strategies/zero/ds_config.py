@@ -230,11 +230,19 @@ def unsafe_errors(settings: Mapping[str, Any]) -> Iterator[str]:
             )
 
 
+def _is_of_torch(name: Any) -> bool:
+    return isinstance(name, str) and name.startswith("torch.nn.")
+
+
 def _unsafe_values(path: str, value: Any) -> Iterator[str]:
     key = path.rpartition(".")[2]
     if isinstance(value, Mapping):
+        if value.get("enabled") is False:
+            return
         for name, child in value.items():
             yield from _unsafe_values(f"{path}.{name}", child)
+    elif key == "lower_precision_safe_modules" and isinstance(value, list) and all(map(_is_of_torch, value)):
+        return
     elif value not in (None, "auto", "", False) and (key in UNSAFE_KEYS or FILE_KEY.fullmatch(key)):
         effect = UNSAFE_KEYS.get(key, "reads or writes files outside of the run")
         shown = f"{path}={json.dumps(value)}"

@@ -173,6 +173,31 @@ def test_a_fork_counts_only_the_pages_that_its_parent_does_not_have(monkeypatch:
     assert both.mib == pytest.approx(first.mib, abs=32)
 
 
+def test_a_fork_that_ends_during_its_first_reading_counts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process_tree, "PSS_SHARE", 1e-9)
+    held = b"1" * (200 * 2**20)
+    reader = process_tree.PssReader()
+    first = reader.read([os.getpid()])
+    read_end, write_end = os.pipe()
+    if (pid := os.fork()) == 0:
+        os.close(write_end)
+        os.read(read_end, 1)
+        os._exit(len(held) % 2)
+    read = process_tree.read_proc
+
+    def read_after_the_end(name: str) -> bytes:
+        if name == f"{pid}/smaps_rollup":
+            os.close(write_end)
+            os.waitpid(pid, 0)
+        return read(name)
+
+    monkeypatch.setattr(process_tree, "read_proc", read_after_the_end)
+    both = reader.read([os.getpid(), pid])
+    assert first is not None
+    assert both is not None
+    assert both.mib == pytest.approx(first.mib, abs=32)
+
+
 READS_FILE = """
 import mmap, sys
 file = open(sys.argv[1], "rb")
