@@ -190,6 +190,7 @@ WRONG = {  # command lines, with a part of their message
         'needs quotes: write \'sweep.cells=[["zero_stage=1,2","offload=true"],["model.depths=[1,2]"]]\'\n'
     ),
     "--multirun sweep.cells=[['a=1']],[['a=2']]": "is more than one list: write sweep.cells=[[...],[...]]\n",
+    "sweep.cells=[['hydra={verbose:true}']]": "sweep.cells sets hydra={verbose:true}, which is the same for all runs",
     "sweep.cells=[['hydra.verbose=true']]": "sweep.cells sets hydra.verbose=true, which is the same for all runs",
     "sweep.cells=[1]": "each cell must be a list of overrides",
     "--config-dir /nowhere": "'/nowhere' not found: give an existing folder to --config-dir\n",
@@ -349,6 +350,7 @@ def test_names_of_other_programs_are_answered_with_what_works(
         ("save_strategy=steps", "train.checkpoint_every=100"),
         ("fsdp=full_shard offload", "sharding=full_shard offload=true"),
         ("virtual_pipeline_model_parallel_size=2", "parallel.schedule=interleaved"),
+        ("lr_scheduler_type=of", "train.schedule=VALUE, with one of linear, cosine, step, constant"),
         ("lr_scheduler_type=polynomial", "train.schedule=VALUE, with one of linear, cosine, step, constant"),
         ("fsdp_sharding_strategy=x", "sharding=VALUE, with one of full_shard, hybrid_shard, no_shard, shard_grad_op"),
     ],

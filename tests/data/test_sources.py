@@ -494,6 +494,15 @@ def test_the_usual_layouts_of_class_folders_are_read(training: str, evaluation: 
     ]
 
 
+@pytest.mark.parametrize("classes", [("Bus", "Train"), ("negative_test", "positive_test")])
+def test_classes_may_have_names_of_splits(classes: tuple[str, ...], tmp_path: Path) -> None:
+    for label in classes:
+        for number in range(3):
+            save_image(tmp_path / label / f"{number}.png")
+    data = load(*IMAGES, "dataset=image_folder", f"dataset.path={tmp_path}")
+    assert data.class_names == classes
+
+
 @pytest.mark.parametrize(
     ("names", "message"),
     [

@@ -74,6 +74,26 @@ def test_without_dropout_nothing_is_random(kind: str, rate: str, ending: str, tm
             check_layerdrop(models["0.2"])
 
 
+def test_rates_of_stages_are_set_and_those_of_an_evaluation_stay(tmp_path: Path) -> None:
+    from transformers import AutoConfig
+
+    found = {}
+    for kind, task in (("cvt", "image_classification"), ("phimoe", "causal_lm")):
+        AutoConfig.for_model(kind).save_pretrained(tmp_path / kind)
+        words = (
+            "model=hf",
+            "dataset=synthetic",
+            f"model.name={tmp_path / kind}",
+            "model.init=random",
+            "model.dropout=0",
+        )
+        with torch.device("meta"):
+            found[kind] = hf.build(resolve_cell(*words, f"model.task={task}").model, 300)
+    assert found["cvt"].config.drop_path_rate == [0, 0, 0]
+    assert largest_dropout(found["cvt"]) == 0
+    assert found["phimoe"].config.router_jitter_noise == 0.01
+
+
 @pytest.mark.parametrize(
     ("library", "name", "rates"),
     [

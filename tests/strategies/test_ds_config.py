@@ -142,6 +142,12 @@ def test_a_file_may_have_disabled_sections(tmp_path: Path) -> None:
     path.write_text(json.dumps({name: {"enabled": False} for name in ("tensorboard", "wandb", "autotuning")}))
     words = ("strategy=deepspeed", f"deepspeed.config_file={path}", "cluster.device=cpu")
     resolve_cell(*words)
+    harmless = {
+        "flops_profiler": {"enabled": False, "output_file": "flops.txt"},
+        "torch_autocast": {"lower_precision_safe_modules": ["torch.nn.Linear", "torch.nn.modules.conv.Conv2d"]},
+    }
+    path.write_text(json.dumps(harmless))
+    resolve_cell(*words)
     swap = {"offload_optimizer": {"device": "none", "nvme_path": "/local"}}
     path.write_text(json.dumps({"flops_profiler": {"enabled": True, "output_file": None}, "zero_optimization": swap}))
     config = resolve_cell(*words)

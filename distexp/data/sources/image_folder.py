@@ -130,7 +130,9 @@ def _find_images(path: str, eval_path: str | None, eval_share: float | None) -> 
         raise ConfigError(
             f"{path} is TinyImageNet in its official layout: use dataset=tinyimagenet dataset.root={path}"
         )
-    train_root = _split_folder(root, TRAIN_WORDS) or root
+    train_root = _split_folder(root, TRAIN_WORDS)
+    if train_root is None or not _folders(train_root):  # A class may have such a name too.
+        train_root = root
     found = None if train_root is root or eval_share is not None else _split_folder(root, *SPLIT_WORDS.values())
     eval_root = Path(eval_path) if eval_path else found
     train = class_files(train_root)
@@ -175,11 +177,8 @@ def _labeled(root: Path, pairs: list[tuple[str, int]]) -> LabeledImages:
 
 
 def _split_folder(root: Path, *splits: frozenset[str]) -> Path | None:
-    """Return the folder of the first split that exists. A split is a set of names, which are found in any case.
-
-    It has folders of classes. A class may have such a name too.
-    """
-    names = [name for name in _folders(root) if _folders(root / name)] if root.is_dir() else []
+    """Return the folder of the first split that exists. A split is a set of names, which are found in any case."""
+    names = _folders(root) if root.is_dir() else []
     return next((root / name for split in splits for name in names if name.lower() in split), None)
 
 
