@@ -112,6 +112,7 @@ def test_status_never_imports_a_launcher_that_is_not_trusted(tmp_path: Path) -> 
     cluster = {"_target_": "strange.Launcher"}
     spec = {"config": {"cluster": cluster}, "run": {"id": "a", "name": "b", "number": 0, "overrides": []}}
     (tmp_path / "sweep" / "0" / "spec.json").write_text(json.dumps(spec))
+    (tmp_path / "sweep" / "command.json").write_text('{"words": [], "directory": "/", "cells": 1}')
     (tmp_path / "strange.py").write_text("raise SystemExit('imported')")
     shown = toy.run("distexp.status", str(toy.sweep))
     assert "unknown" in shown.stdout, shown.stderr

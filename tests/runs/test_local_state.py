@@ -137,7 +137,7 @@ def test_cancel_ends_the_launcher_of_a_local_sweep(tmp_path: Path, capsys: pytes
     assert {number: run.state for number, run in states(tmp_path).items()} == {0: "running", 1: "no record"}
 
 
-def test_cancel_accepts_a_run_or_a_sweep_and_no_folder_above(
+def test_cancel_accepts_a_sweep_and_neither_a_run_of_it_nor_a_folder_above(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     sweep = tmp_path / "name" / "sweep"
@@ -147,8 +147,10 @@ def test_cancel_accepts_a_run_or_a_sweep_and_no_folder_above(
         assert capsys.readouterr().err == (
             f"distexp: {tmp_path} contains no command.json: give the directory of a sweep, such as {sweep}\n"
         )
+        assert cancel.main([str(run)]) == 2
+        assert capsys.readouterr().err == f"distexp: {run} is not a sweep but is inside one: give {sweep}\n"
         assert launcher.poll() is None
-        assert cancel.main([str(run)]) == 0
+        assert cancel.main([str(sweep)]) == 0
         assert launcher.wait() == -signal.SIGTERM
     (tmp_path / "empty").mkdir()
     assert cancel.main([str(tmp_path / "empty")]) == 2
