@@ -16,6 +16,7 @@ import pytest
 from PIL import Image
 
 from distexp.runs.record import RunRecord
+from distexp.verify.diagnosis import Finding, diagnose
 from tests.helpers.runs import REPOSITORY, run_distexp
 from tests.verify.test_museum import CONF
 
@@ -223,6 +224,15 @@ def test_scripts_with_other_arithmetic_are_not_compared(tmp_path: Path) -> None:
         assert f"{folder} cannot be compared: phase script: single computes with" in reason
         assert setting in reason
         assert hint in reason
+
+
+@pytest.mark.parametrize("step", [1, 3])
+def test_gradients_that_differ_by_rounding_in_a_later_step_may_be_a_maximum(step: int) -> None:
+    detail = {"scale": 1.0, "scale_residual": 1e-4, "targets": [4, 4]}
+    finding = Finding("gradient", "sgd", step, ["head.weight"], "head.weight", 1e-3, 2e-5, detail)
+    cause = diagnose([finding], 2, 1, "fp32")
+    assert cause.id == "rounded"
+    assert ("repeat with train.seed=7" in cause.sentence) == (step > 1)
 
 
 COMPARES_AND_FORKS = """
