@@ -151,11 +151,6 @@ def read_folder(folder: Path) -> FolderStates:
     return FolderStates(folder, [sweep for sweep in states if sweep.runs])
 
 
-def is_run_folder(folder: Path) -> bool:
-    """Return whether a folder is that of a sweep or of a run, and not one with sweeps in it."""
-    return any((folder / name).is_file() for name in (COMMAND, SPEC, RECORD))
-
-
 def read_ended_runs(folder: Path) -> FolderStates:
     """Return the states of the runs of one sweep, or of one run.
 
@@ -168,7 +163,7 @@ def read_ended_runs(folder: Path) -> FolderStates:
         raise ConfigError(f"{shown} is a file: give the folder of a sweep or a run")
     if not folder.is_dir():
         raise ConfigError(f"{shown}: no such folder. 'distexp ls' lists the sweeps")
-    if not is_run_folder(folder):
+    if not any((folder / name).is_file() for name in (COMMAND, SPEC, RECORD)):
         hint = f"{suggest_command('ls', folder)} lists the sweeps below it"
         raise ConfigError(f"{shown} is not the folder of a sweep or a run of distexp: {hint}")
     found = read_folder(folder)

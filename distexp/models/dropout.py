@@ -33,7 +33,7 @@ def dropout_rates(model: nn.Module, *, configured: bool = True) -> dict[str, flo
     settings = getattr(model, "config", None) if configured else None
     values = vars(settings) if hasattr(settings, "__dict__") else {}
     rates |= {name: value for name, value in values.items() if name.endswith(RANDOM_ENDINGS)}
-    return {name: rate for name, rate in rates.items() if isinstance(rate, float) and rate > 0}
+    return {name: rate for name, rate in rates.items() if type(rate) in (int, float) and rate > 0}
 
 
 def _rate_name(module: nn.Module) -> str | None:

@@ -189,7 +189,7 @@ class Explanation:
             rounded = f"the gradients of {where} differ by {first.error:.1e} from those of single, as by rounding"
             text = f"{rounded}: they are computed, added or reduced with fewer bits"
             if first.step > 1:  # Fewer bits would already change the first step.
-                text += ", or rounding decides a ReLU or a maximum otherwise. Step 1 agrees: repeat with train.seed=7"
+                text += ", or rounding changed a ReLU or a maximum. Step 1 agrees, so repeat it with train.seed=7"
             return None if self._has("loss", first.step) else Cause("rounded", text)
         since = f" in step {first.step}, not before" if first.step > 1 else ""
         found = f"the gradients of {where} are {factor:.4g} times those of single{since}"

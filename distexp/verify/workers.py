@@ -331,11 +331,12 @@ def compare_in_fork(phase: dict[str, Any]) -> dict[str, Any]:
             try:
                 die_with_parent(parent=parent)
                 try:
-                    result = compare_phase(phase)
+                    text = json.dumps(compare_phase(phase))
                 except Exception as error:  # any: a run may have recorded anything
                     traceback.print_exc()
-                    result = entry | {"error": f"the runs cannot be compared: {type(error).__name__}: {error}"}
-                json.dump(result, file)
+                    reason = f"the runs cannot be compared: {type(error).__name__}: {error}"
+                    text = json.dumps(entry | {"error": reason})
+                file.write(text)
                 file.flush()
                 code = 0
             finally:

@@ -424,9 +424,9 @@ def test_files_that_are_not_read_have_a_note_or_are_named_in_the_error(tmp_path:
     for name in ("a/b.jsonl.xz", "a/c.TXT.ZST", "a/c.tar.gz", "a/d.docx", "a/.hidden", "a/README"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(b"x")
-    hint = "(.xz, .zst, .tar.gz is not read: decompress such files, or write them as .gz)"
+    hint = "(.xz, .zst, .tar.gz cannot be read: decompress such files, or write them as .gz)"
     for path in (tmp_path, tmp_path / "a" / "b.jsonl.xz"):
-        with pytest.raises(ConfigError, match=r"data file \(.*\.xz.* is not read: decompress .* as \.gz\): use files"):
+        with pytest.raises(ConfigError, match=r"data file \(.*\.xz.* cannot be read: decompress .* \.gz\): use files"):
             load(*TEXT, "dataset=text", f"dataset.path={path}")
     (tmp_path / "e.txt").write_text("one\n\ntwo")
     data = load(*TEXT, "dataset=text", f"dataset.path={tmp_path}", "dataset.max_length=16")

@@ -232,7 +232,7 @@ def test_gradients_that_differ_by_rounding_in_a_later_step_may_be_a_maximum(step
     finding = Finding("gradient", "sgd", step, ["head.weight"], "head.weight", 1e-3, 2e-5, detail)
     cause = diagnose([finding], 2, 1, "fp32")
     assert cause.id == "rounded"
-    assert ("repeat with train.seed=7" in cause.sentence) == (step > 1)
+    assert ("repeat it with train.seed=7" in cause.sentence) == (step > 1)
 
 
 COMPARES_AND_FORKS = """

@@ -255,7 +255,7 @@ def _compression_hint(files: Iterable[Path]) -> str:
     """Return what to do with files whose compression is not read; nothing without any."""
     names = [file.name.lower() for file in files]
     found = [ending for ending in COMPRESSIONS if any(name.endswith(ending) for name in names)]
-    return f" ({', '.join(found)} is not read: decompress such files, or write them as .gz)" if found else ""
+    return f" ({', '.join(found)} cannot be read: decompress such files, or write them as .gz)" if found else ""
 
 
 def find_notes(dataset: DatasetConfig) -> Iterator[str]:

@@ -153,46 +153,34 @@ def test_a_process_that_starts_between_two_readings_of_pss_counts(monkeypatch: p
     assert [after - before for before, after in pairwise(found)] == pytest.approx([105, 200], abs=16)
 
 
-def test_a_fork_counts_only_the_pages_that_its_parent_does_not_have(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("ends", [False, True])
+def test_a_fork_counts_only_the_pages_that_its_parent_does_not_have(
+    ends: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if it ends during its first reading, between that of its counts and that of its pages."""
     monkeypatch.setattr(process_tree, "PSS_SHARE", 1e-9)
     shared = b"1" * (200 * 2**20)
-    reader = process_tree.PssReader()
+    reader, read = process_tree.PssReader(), process_tree.read_proc
     first = reader.read([os.getpid()])
     read_end, write_end = os.pipe()
     if (pid := os.fork()) == 0:
         os.close(write_end)
         os.read(read_end, 1)
         os._exit(len(shared) % 2)
-    try:
-        both = reader.read([os.getpid(), pid])
-    finally:
-        os.write(write_end, b"1")
-        os.waitpid(pid, 0)
-    assert first is not None
-    assert both is not None
-    assert both.mib == pytest.approx(first.mib, abs=32)
 
-
-def test_a_fork_that_ends_during_its_first_reading_counts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process_tree, "PSS_SHARE", 1e-9)
-    held = b"1" * (200 * 2**20)
-    reader = process_tree.PssReader()
-    first = reader.read([os.getpid()])
-    read_end, write_end = os.pipe()
-    if (pid := os.fork()) == 0:
+    def end() -> None:
         os.close(write_end)
-        os.read(read_end, 1)
-        os._exit(len(held) % 2)
-    read = process_tree.read_proc
+        os.waitpid(pid, 0)
 
     def read_after_the_end(name: str) -> bytes:
-        if name == f"{pid}/smaps_rollup":
-            os.close(write_end)
-            os.waitpid(pid, 0)
+        if ends and name == f"{pid}/smaps_rollup":
+            end()
         return read(name)
 
     monkeypatch.setattr(process_tree, "read_proc", read_after_the_end)
     both = reader.read([os.getpid(), pid])
+    if not ends:
+        end()
     assert first is not None
     assert both is not None
     assert both.mib == pytest.approx(first.mib, abs=32)
