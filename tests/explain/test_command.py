@@ -94,7 +94,7 @@ def test_command_refuses_runs_without_a_profile(sweep: Path, capsys: pytest.Capt
         ([str(sweep), str(sweep / "0")], f"has 3 profiled runs: give one of them, such as {sweep / '0'}"),
         ([str(sweep / "3")], "has no profile, because the run is failed: give a completed run"),
         ([str(sweep / "4")], "no such directory. Give that of a run or a sweep"),
-        ([str(sweep / "0" / "empty")], "give the directory of a run or a sweep\n"),
+        ([str(sweep / "0" / "empty")], "give the directory of a run or a sweep"),
         ([str(sweep)] * 3, "3 directories: give one, or two to compare"),
     ):
         assert main(arguments) == 2
