@@ -26,7 +26,7 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +63,7 @@ class Row:
         forecast: Forecast for them.
         low: Lower end of its interval.
         high: Upper end of its interval.
+        facts: The commit, whether its code was clean, and the versions.
     """
 
     name: str
@@ -71,6 +72,7 @@ class Row:
     forecast: float
     low: float
     high: float
+    facts: Record = field(default_factory=dict)
 
     @property
     def error(self) -> float:
@@ -192,7 +194,15 @@ def compare(names: Sequence[str], records: Mapping[str, Record], preflight: Path
         if forecast is not None:
             measured = [record["metrics"]["step_time_s"]["p50"] for record in found]
             expected = [forecast[key] for key in ("step_time_s", "low_s", "high_s")]
-            yield Row(name, *(round(1000 * seconds, 3) for seconds in (*measured, *expected)))
+            times = (round(1000 * seconds, 3) for seconds in (*measured, *expected))
+            yield Row(name, *times, facts=facts_of(found[-1]))
+
+
+def facts_of(record: Record) -> Record:
+    """Return where a run was measured, and with which code."""
+    names = ("gpu_name", "torch", "python", "transformers", "deepspeed")
+    code = {"commit": record["run"]["git_sha"], "clean": record["run"]["git_dirty"] is False}
+    return code | {name: (record["environment"] or {}).get(name) for name in names}
 
 
 def forecast_of(directory: Path, preflight: Path, gpus: int = 2) -> dict[str, Any] | None:
