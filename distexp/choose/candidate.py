@@ -150,6 +150,11 @@ class Candidate:
         return self.config is not None and self.config.offload.enabled
 
     @property
+    def checkpoints(self) -> bool:
+        """Return whether it computes activations again."""
+        return self.config is not None and bool(self.config.train.activation_checkpointing)
+
+    @property
     def queues(self) -> bool:
         """Return whether its trials wait in a queue, so that several may run at the same time."""
         return self.config is not None and launcher_traits(self.config).queues

@@ -127,10 +127,13 @@ class Policy:
         """Return candidates that were not tried, those to try earlier first."""
         scored = self.best_score is not None
 
-        def key(candidate: Candidate) -> tuple[bool, bool, float]:
+        def key(candidate: Candidate) -> tuple[bool, bool, float, bool, bool]:
             forecast = candidate.forecast(self.objective)
             uncertain = not scored and candidate.too_close
-            return uncertain, not probably_fits(candidate, self.candidates), inf if forecast is None else forecast
+            time = inf if forecast is None else forecast
+            # Without a forecast, what is slower by design is tried later.
+            slow = (candidate.offloads, candidate.checkpoints) if forecast is None else (False, False)
+            return uncertain, not probably_fits(candidate, self.candidates), time, *slow
 
         return sorted(candidates, key=key)
 

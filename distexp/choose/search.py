@@ -19,7 +19,7 @@ from math import inf
 from distexp.choose.candidate import DEFAULT_RULES, Candidate, Objective, SearchRules, format_worker_time, strategy_in
 from distexp.choose.policy import Policy, affordable_trials, prune_by_cause, without_checkpointing
 from distexp.choose.ranking import PlannedTrial, Rung, SearchResult, TryAll, by_score, ranked
-from distexp.choose.trials import add_trial, most_different, prune_by_common_error, prune_unmeasured
+from distexp.choose.trials import add_trial, most_different, prune_by_common_error, prune_unmeasured, prune_unneeded
 from distexp.hardware.facts import gpus_with
 from distexp.strategies.base import COMMUNICATION, Strategy, shipped_strategies
 from distexp.system.units import MIB_PER_GIB
@@ -147,6 +147,7 @@ class _Search:
             family = self.policy.families[started.candidate.family]
             add_trial(started.candidate, trial, family, self.policy.objective)
         prune_unmeasured(candidates, self.policy.objective)
+        prune_unneeded(candidates, self.policy.objective)
         prune_by_cause(candidates)
         prune_by_common_error(candidates)
         self.rungs.append(Rung(name, tuple(affordable), sum(trial.gpu_seconds for trial in trials)))

@@ -10,7 +10,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from distexp.choose.candidate import STRATEGY_OF, Candidate, Objective, Status, Trial, override_pairs
+from distexp.choose.candidate import CHECKPOINTING, STRATEGY_OF, Candidate, Objective, Status, Trial, override_pairs
 from distexp.choose.ranking import PlannedTrial
 from distexp.choose.space import with_overrides, without_other_strategy
 from distexp.compose.composition import Cell, MakeCell
@@ -330,6 +330,21 @@ def prune_unmeasured(candidates: Sequence[Candidate], objective: Objective) -> N
     if completed and all(trial.minimized(objective) is None for trial in completed):
         for waiting in (candidate for candidate in candidates if candidate.is_waiting):
             waiting.prune(UNMEASURED[objective])
+
+
+def prune_unneeded(candidates: Sequence[Candidate], objective: Objective) -> None:
+    """Prune what is slower to save memory, if a trial has fitted without it. Predictions may have shown it before."""
+    if objective is Objective.MEMORY:
+        return
+    completed = [candidate for candidate in candidates if candidate.completed]
+    for waiting in (candidate for candidate in candidates if candidate.is_waiting):
+        plain = tuple(text for text in waiting.family if not text.startswith(f"{CHECKPOINTING}="))
+        for other in completed:
+            shown = f"{' '.join(other.overrides)} fits"
+            if waiting.offloads and not other.offloads and waiting.workers == other.workers:
+                waiting.prune(f"offloading is slower, and not needed: {shown}")
+            elif waiting.checkpoints and other.family == plain and waiting.micro_batch <= other.micro_batch:
+                waiting.prune(f"checkpointing is slower, and not needed: {shown}")
 
 
 def prune_by_common_error(candidates: Sequence[Candidate]) -> None:

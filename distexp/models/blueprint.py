@@ -7,7 +7,7 @@ sharded model is never whole on a device, and all strategies start from the same
 import hashlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from inspect import signature
 from typing import Any
 
@@ -23,6 +23,7 @@ from distexp.distributed.context import Context
 from distexp.distributed.process_group import broadcast_from_rank_0
 from distexp.models import shared_weights
 from distexp.models.transforms import NamedModules, embedding_of
+from distexp.system.torch_internals.tensors import parallel_random_fills
 
 HASHED_VALUES = 64
 """About how many values of a weight are hashed. Two trainings of one architecture differ nearly everywhere."""
@@ -73,9 +74,12 @@ class Blueprint:
         """Return the whole parameters and buffers by name, on the ranks that have them."""
         if self._broadcast and self._context.rank != 0:
             return {}
-        return shared_weights.make_or_read(self._weights_key, lambda: self._make_weights(build()))
+        return shared_weights.make_or_read(self._weights_key, lambda: self._make_weights(build))
 
-    def _make_weights(self, model: nn.Module) -> dict[str, Tensor]:
+    def _make_weights(self, build: Callable[[], nn.Module]) -> dict[str, Tensor]:
+        # Own modules may read weights in a way that the parallel fills cannot see.
+        with parallel_random_fills() if self._weights_key else nullcontext():
+            model = build()
         self._check(model)
         return {name: tensor.detach() for name, tensor in _named_tensors(model)}
 
@@ -128,7 +132,7 @@ class Blueprint:
 
 
 class BlueprintOfZeros(Blueprint):
-    """A blueprint whose weights are zero, for trials and traces. Random ones take 17 s per billion."""
+    """A blueprint whose weights are zero, for trials and traces. Random ones take seconds per billion."""
 
     def _initial_weights(self, build: Callable[[], nn.Module]) -> dict[str, Tensor]:
         return {}

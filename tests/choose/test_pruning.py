@@ -229,6 +229,11 @@ def test_an_error_of_all_predictions_is_printed_and_ends_them(space_of: SpaceOf)
     assert missing.count == 4
     assert reports == ["all of the first 4 predictions failed: no such file"]
 
+    untraced, reports = Counted(lambda config: Estimate(notes=[f"not traced: {config.kernels.name}"])), []
+    prune_by_plan(space_of(12.0), untraced, Objective.THROUGHPUT, at_a_time=2, report=reports.append)
+    assert untraced.count <= 8
+    assert {text.partition("failed: ")[2] for text in reports} <= {"not traced: reference", "not traced: fast"}
+
     def without_fsdp(config: Config) -> Estimate | str:
         return "cannot be traced" if config.strategy.name == "fsdp" else formula(config)
 

@@ -172,6 +172,29 @@ def test_a_winner_that_fails_without_dropout_is_not_compared(
     assert reason in capsys.readouterr().out.replace("\n", " ")
 
 
+def test_without_predictions_nothing_slower_is_tried_if_the_plain_configurations_fit(tmp_path: Path) -> None:
+    untraced, launcher = FormulaPlanner(lambda config: Estimate(notes=["not traced: it reads values"])), FakeLauncher()
+    run_search(tmp_path, launcher, "choose.budget_min=60", planner=untraced)
+    assert untraced.count < 20
+    assert {(config.offload.enabled, bool(config.train.activation_checkpointing)) for config in launcher.ran} == {
+        (False, False)
+    }
+    assert {config.kernels.name for config in launcher.ran} == {"reference", "fast"}
+    assert document(tmp_path)["winner"]["overrides"][0] == "strategy=ddp"
+    reasons = [candidate["reason"] or "" for candidate in document(tmp_path)["candidates"]]
+    assert sum(reason.startswith("offloading is slower, and not needed") for reason in reasons) > 10
+    assert sum(reason.startswith("checkpointing is slower, and not needed") for reason in reasons) > 10
+
+
+def test_without_predictions_checkpointing_is_tried_if_the_others_run_out_of_memory(tmp_path: Path) -> None:
+    def fails(config: Config) -> str:
+        return "" if config.train.activation_checkpointing else "oom_gpu"
+
+    untraced = FormulaPlanner(lambda config: Estimate(notes=["not traced: it reads values"]))
+    run_search(tmp_path, FakeLauncher(fails=fails), "choose.budget_min=60", "offload=false", planner=untraced)
+    assert "train.activation_checkpointing=true" in document(tmp_path)["winner"]["overrides"]
+
+
 def test_a_reference_that_is_faster_than_forecast_wins(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The budget ends before ``single`` is tried. It runs as the reference, and is the fastest."""
 

@@ -12,6 +12,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
+from distexp.system.torch_internals import tensors
 from distexp.system.torch_internals.collectives import (
     FSDPPolicies,
     fake_process_group,
@@ -67,3 +68,45 @@ def test_torch_has_the_default_timeouts_that_distexp_sets(name: str) -> None:
 def test_a_changed_api_is_reported_with_a_hint() -> None:
     with pytest.raises(TorchInternalsChangedError, match=r"_get_fsdp_state.* of PyTorch .*: install the version"):
         read_fsdp_policies([nn.Linear(1, 1)])
+
+
+def model_of(seed: int) -> nn.Module:
+    """Return a module with a large and a small weight, filled twice, and a row of zeros."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Embedding(1100, 1024), nn.Linear(8, 8, bias=False))
+    with torch.no_grad():
+        model[0].weight.data.normal_(1.0, 0.5)
+        model[0].weight[3].zero_()
+        model[1].weight.normal_()
+    return model
+
+
+def test_parallel_random_fills_have_the_values_of_the_seed_and_not_of_the_cores(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = []
+    for cores in (1, 3):
+        monkeypatch.setattr(tensors, "cpu_count", lambda cores=cores: cores)
+        with tensors.parallel_random_fills():
+            made.append(model_of(5))
+    with tensors.parallel_random_fills():
+        other = model_of(6)
+    first, second = ([weight.detach() for weight in model.parameters()] for model in made)
+    assert all(map(torch.equal, first, second))
+    large = first[0]
+    assert not torch.equal(large, next(other.parameters()))
+    assert large[3].count_nonzero() == 0
+    assert (large.mean().item(), large.std().item()) == pytest.approx((1.0, 0.5), abs=2e-3)
+    pieces = large.flatten()[: tensors.PIECE], large.flatten()[tensors.PIECE :]
+    assert not torch.equal(pieces[0][: len(pieces[1])], pieces[1])
+
+
+def test_what_reads_a_weight_gets_its_values() -> None:
+    torch.manual_seed(0)
+    with tensors.parallel_random_fills():
+        weight = torch.empty(1024, 1024).uniform_(2.0, 3.0)
+        half, mean = weight.to(torch.bfloat16), weight.mean()
+        weight.normal_()
+    assert half.float().min() >= 2.0
+    assert mean.item() == pytest.approx(2.5, abs=1e-2)
+    assert weight.min() < 0.0

@@ -163,7 +163,7 @@ def _accumulates(member: Candidate) -> bool:
 
 
 EQUAL_FAILURES = 4
-"""If so many predictions fail with one error, and none succeeds, no more are made. For example, the data is missing."""
+"""If so many predictions fail for each error, and none succeeds, no more are made. For example, the data is missing."""
 
 
 def prune_by_plan(
@@ -307,7 +307,7 @@ class _Pruning:
             configs = [member.config for _, member in batch if member.config is not None]
             for (family, member), outcome in zip(batch, self.estimate_all(configs), strict=True):
                 family.add_estimate(member, outcome)
-                self.errors.update([outcome] if isinstance(outcome, str) else [])
+                self.errors.update([family.unknown] if member.expected_mib is None else [])
             self.done += len(batch)
             if predicted := self.done - self.errors.total():
                 self.report(f"predicted the memory of {format_count(predicted, 'configuration')}")
@@ -321,7 +321,7 @@ class _Pruning:
                 f"time limit of the predictions reached after {format_count(self.done, 'configuration')}: the memory "
                 "of the others is not predicted, so their trials may run out of memory"
             )
-        fail_alike = len(self.errors) == 1 and self.errors.total() == self.done >= EQUAL_FAILURES
+        fail_alike = self.errors.total() == self.done >= EQUAL_FAILURES * max(1, len(self.errors))
         self.ended = late or fail_alike
         return self.ended
 

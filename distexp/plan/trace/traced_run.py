@@ -120,6 +120,22 @@ def _without_mask(decide: Callable[..., bool], _: Tensor | None, *arguments: Any
     return decide(None, *arguments)
 
 
+@contextmanager
+def without_layer_drop() -> Iterator[None]:
+    """Let a model keep all of its layers. Those with layer drop decide by the value of a random number."""
+    original = torch.rand
+
+    def rand(*size: Any, **options: Any) -> Tensor:
+        is_number = not options and tuple(size) in (((),), ([],))
+        return torch.tensor(1.0) if is_number else original(*size, **options)
+
+    torch.rand = rand
+    try:
+        yield
+    finally:
+        torch.rand = original
+
+
 def evaluation_batch(config: Config, data: TaskData) -> Batch:
     """Return a batch of the evaluation with its longest samples; the first ones if the lengths are not known."""
     size = min(config.train.eval_batch_size or config.train.micro_batch, len(data.evaluation))

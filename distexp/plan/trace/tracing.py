@@ -158,6 +158,7 @@ def _replacements(
     yield collectives.fsdp_device(GPU)
     yield collectives.meshes_with_values()
     yield tensors.grouped_products_of_any_precision()
+    yield traced_run.without_layer_drop()
     yield tensors.replaced(transforms.__name__, "saved_on_cpu", lambda _: traced_run.make_copies_on_host(on_gpu=on_gpu))
     if config.train.compiled != "none" or (on_gpu and config.model.attention == "flex"):
         yield compiled.traced_compilation(fake_mode, lambda: recorder)

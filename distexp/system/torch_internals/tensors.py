@@ -2,15 +2,19 @@
 
 import importlib
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from distexp.system.cgroups import nvml_session
+from distexp.system.cgroups import cpu_count, nvml_session
 
 
 def tensor_norms(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
@@ -289,3 +293,83 @@ def explained(name: str) -> Iterator[None]:
             f"{name} of PyTorch {torch.__version__} is not as distexp expects ({error}): "
             "install the version of PyTorch in requirements.txt, or adapt distexp/system/torch_internals"
         ) from error
+
+
+PIECE = 1 << 20
+"""Values that one thread makes at a time, with its own generator. Smaller tensors are filled as usual."""
+
+FILLS = (torch.ops.aten.normal_.default, torch.ops.aten.uniform_.default)
+WITHOUT_VALUES = (torch.ops.aten.detach.default,)
+"""Operations that read no values, as ``weight.data`` does."""
+
+
+@dataclass(frozen=True)
+class _Fill:
+    """A fill that waits. The tensor has all of its storage."""
+
+    tensor: Tensor
+    function: Callable[..., Any]
+    limits: tuple[Any, ...]  # mean and deviation, or the range
+    seed: int
+
+    def pieces(self) -> Iterator[tuple[Tensor, Callable[..., Any], tuple[Any, ...], int]]:
+        flat = self.tensor.detach().view(-1)
+        for number, piece in enumerate(torch.split(flat, PIECE)):
+            yield piece, self.function, self.limits, self.seed + number
+
+
+class _RandomFills(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Let fills of large tensors wait until an operation needs their values. A later fill replaces one that waits."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._waiting: dict[int, _Fill] = {}  # by the address of the storage, which the fill keeps
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, arguments: Sequence[Any] = (), options: Mapping[str, Any] | None = None
+    ) -> Any:
+        if function in FILLS and not options and _is_large_and_whole(arguments[0]):
+            tensor, *limits = arguments
+            seed = int(torch.randint(1 << 31, (), device="cpu"))
+            self._waiting[_address(tensor)] = _Fill(tensor, function, tuple(limits), seed)
+            return tensor
+        if self._waiting and function not in WITHOUT_VALUES:
+            used = {_address(leaf) for leaf in tree_leaves((arguments, options)) if isinstance(leaf, Tensor)}
+            self.fill([self._waiting.pop(address) for address in used & self._waiting.keys()])
+        return function(*arguments, **(options or {}))
+
+    def fill(self, fills: Sequence[_Fill] | None = None) -> None:
+        """Run some of the fills that wait; by default all."""
+        if fills is None:
+            fills, self._waiting = list(self._waiting.values()), {}
+        if fills:
+            with ThreadPoolExecutor(cpu_count()) as pool:
+                list(pool.map(_fill_piece, (piece for fill in fills for piece in fill.pieces())))
+
+
+def _is_large_and_whole(tensor: Tensor) -> bool:
+    whole = tensor.is_contiguous() and tensor.nbytes == tensor.untyped_storage().nbytes()
+    return tensor.device.type == "cpu" and tensor.numel() >= PIECE and whole
+
+
+def _address(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr() if tensor.device.type == "cpu" else 0
+
+
+def _fill_piece(piece: tuple[Tensor, Callable[..., Any], tuple[Any, ...], int]) -> None:
+    tensor, function, limits, seed = piece
+    function(tensor, *limits, generator=torch.Generator().manual_seed(seed))
+
+
+@contextmanager
+def parallel_random_fills() -> Iterator[None]:
+    """Fill large tensors on the CPU with random numbers on all cores, and only the last time, during the block.
+
+    A module fills its weights when it is made, and most models then fill them again. On one core, both together take
+    10 to 17 s per billion. The values depend on torch's default generator, and not on the cores. NumPy must not read
+    such a tensor inside of the block.
+    """
+    mode = _RandomFills()
+    with mode:
+        yield
+    mode.fill()
