@@ -9,11 +9,12 @@ numbers.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks import forecast
 from benchmarks.measurement import REPOSITORY
 from benchmarks.speed import read_results
 from benchmarks.tables import MISSING, all_rows, markdown
@@ -21,8 +22,6 @@ from distexp.runs.step_files import PARTS
 from distexp.strategies.parallel.checks import bubble_share
 
 RESULTS = REPOSITORY / "docs" / "results"
-
-PAGES = ("speed.md", "exercises.md", "any-model.md", "model-parallel.md", "explain.md", "plan.md")
 
 EXERCISES = {
     "fsdp/sharding": ("fsdp_sharding",),
@@ -183,6 +182,41 @@ def lora_table(name: str) -> str:
     return markdown(("micro-batch", "checkpointing", "tokens/s", "peak MiB", "MFU", "HFU"), rows, text=(1,))
 
 
+def workers_table(name: str) -> str:
+    """Return the table of runs of any_model.py on one and several GPUs, of both loops."""
+    rows = []
+    for run in json.loads((RESULTS / name).read_text()):
+        rows.append([
+            f"`{' '.join([*run['overrides'], 'strategy=' + run['strategy']])}`",
+            LOOPS[run["loop"]],
+            str(run["workers"]),
+            f"{run['length']:,}",
+            f"{run['samples_per_second'] * run['length']:,.0f}",
+            f"{run['samples_per_second'] * run['length'] / run['workers']:,.0f}",
+            f"{run['peak_mib']:,.0f}",
+            f"{100 * run['mfu']:.1f} %" if run.get("mfu") else MISSING,
+        ])  # fmt: skip
+    header = ("run", "loop", "GPUs", "tokens", "tokens/s", "of each GPU", "peak MiB", "MFU")
+    return markdown(header, rows, text=(0, 1))
+
+
+def search_table(name: str) -> str:
+    """Return the table of the candidates that a whole search of ``distexp choose`` tried."""
+    rows = []
+    for tried in json.loads((RESULTS / name).read_text())["tried"]:
+        speeds = [(trial["number"], f"{trial['samples_per_second']:.1f}") for trial in tried["measured"]["trials"]]
+        options = [text for text in tried["overrides"] if not text.startswith("cluster.")]
+        rows.append(
+            [
+                f"`{' '.join(options)}`",
+                ", ".join(f"{speed} ({number})" for number, speed in speeds),
+                f"{tried['measured']['peak_allocated_mib']:,.0f}",
+                f"{tried['expected_mib']:,.0f}",
+            ]
+        )
+    return markdown(("candidate", "samples/s (number of the trial)", "peak MiB", "predicted"), rows, text=(0, 1))
+
+
 def memory_table(name: str) -> str:
     """Return the table of runs whose memory was predicted before them, in MiB on the fullest GPU."""
     predicted, measured = (
@@ -249,34 +283,52 @@ def parts_table(name: str) -> str:
     return markdown(("run", "rank", *titles, "median step", "profiled step"), rows, text=(0,))
 
 
+def _forecast_table(name: str) -> str:
+    rows = forecast.read_rows(RESULTS / name)
+    return forecast.table(rows, len(rows)).partition("\n\n")[0] + "\n"
+
+
+def _all_files(pattern: str, *makers: Callable[[str], str]) -> dict[str, str]:
+    names = [path.name for path in sorted(RESULTS.glob(pattern))]
+    return {f"{make.__name__} {name}": make(name) for name in names for make in makers}
+
+
+TABLES: dict[str, dict[str, tuple[Callable[[str], str], str]]] = {
+    "any-model.md": {
+        "loops": (loops_table, "any_model_h100.json"),
+        "loops H200": (loops_table, "any_model_h200.json"),
+        "large batches": (sizes_table, "large_batches_h200.json"),
+        "large batches, parts": (parts_table, "large_batches_h200.json"),
+        "dense": (sizes_table, "dense_h200.json"),
+        "float8": (options_table, "float8_h200.json"),
+        "activations": (options_table, "activations_h200.json"),
+        "LoRA": (lora_table, "lora8b_h100.json"),
+        "8 billion, two GPUs": (workers_table, "llama8b_h200.json"),
+    },
+    "plan.md": {"models": (memory_table, "models")},
+    "model-parallel.md": {
+        "memory": (memory_table, "parallel"),
+        "bubble": (bubble_table, "pipeline_h200.json"),
+        "tensor": (loops_table, "tensor_h200.json"),
+        "proofs": (proofs_table, "verify_parallel_h200.json"),
+    },
+    "forecast.md": {"two GPUs": (_forecast_table, "forecast_two_h200.json")},
+    "choose.md": {"OPT": (search_table, "search_opt_h200.json")},
+}
+"""How the tables of a page are made, by their titles, and from which file. The other pages have one for each file."""
+
+PAGES = ("speed.md", "exercises.md", "explain.md", *TABLES)
+
+
 def tables(page: str) -> dict[str, str]:
     """Return the tables of a page by their titles."""
     if page == "speed.md":
-        return {path.name: speed_table(path.name) for path in sorted(RESULTS.glob("speed_*.json"))}
-    if page == "any-model.md":
-        return {
-            "loops": loops_table("any_model_h100.json"),
-            "loops H200": loops_table("any_model_h200.json"),
-            "large batches": sizes_table("large_batches_h200.json"),
-            "large batches, parts": parts_table("large_batches_h200.json"),
-            "dense": sizes_table("dense_h200.json"),
-            "float8": options_table("float8_h200.json"),
-            "activations": options_table("activations_h200.json"),
-            "LoRA": lora_table("lora8b_h100.json"),
-        }
-    if page == "plan.md":
-        return {"models": memory_table("models")}
-    if page == "model-parallel.md":
-        return {
-            "memory": memory_table("parallel"),
-            "bubble": bubble_table("pipeline_h200.json"),
-            "tensor": loops_table("tensor_h200.json"),
-            "proofs": proofs_table("verify_parallel_h200.json"),
-        }
+        return _all_files("speed_*.json", speed_table)
     if page == "explain.md":
-        files = [path.name for path in sorted(RESULTS.glob("explain_*.json"))]
-        return {f"{make.__name__} {name}": make(name) for name in files for make in (checks_table, parts_table)}
-    return {title: exercise_table(sweeps) for title, sweeps in EXERCISES.items()}
+        return _all_files("explain_*.json", checks_table, parts_table)
+    if page == "exercises.md":
+        return {title: exercise_table(sweeps) for title, sweeps in EXERCISES.items()}
+    return {title: make(name) for title, (make, name) in TABLES[page].items()}
 
 
 def main() -> None:

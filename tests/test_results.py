@@ -11,6 +11,7 @@ import pytest
 
 from benchmarks import pages
 from benchmarks.choose import read_cells, replay
+from benchmarks.forecast import read_rows
 from benchmarks.speed import read_results
 from benchmarks.tables import Row, efficiency, group
 from tests.helpers.gpu_records import RESULTS, gpu_records
@@ -167,3 +168,8 @@ def test_the_table_of_failures_is_that_of_the_results() -> None:
     for problem in {row["problem"] for row in rows}:
         named = [row["named"] for row in rows if row["problem"] == problem]
         assert re.search(rf"^\| {re.escape(problem)} \| .* \| {sum(named)} of {len(named)} \| ", page, re.MULTILINE)
+
+
+def test_the_readme_has_the_errors_of_the_recorded_forecasts() -> None:
+    errors = sorted(100 * abs(row.error) for row in read_rows(RESULTS / "forecast_two_h200.json"))
+    assert numbers(r"errors of ([\d.]+), ([\d.]+) and ([\d.]+) %") == [round(error, 1) for error in errors]
