@@ -43,7 +43,9 @@ def _rate_name(module: nn.Module) -> str | None:
     if isinstance(module, nn.MultiheadAttention | nn.RNNBase):
         return "dropout"
     kind = type(module).__name__
-    return next((attribute for ending, attribute in PATHS.items() if kind.endswith(ending)), None)
+    path = next((attribute for ending, attribute in PATHS.items() if kind.endswith(ending)), None)
+    # Models of timm and torchvision give it to a function.
+    return path or ("drop_rate" if type(getattr(module, "drop_rate", None)) in (int, float) else None)
 
 
 def set_configured_dropout(config: Any, rate: float) -> bool:

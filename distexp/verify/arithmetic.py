@@ -7,7 +7,10 @@ from math import isnan
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from distexp.config import ConfigError
 
 EPS = 2.0**-23  # relative distance of two numbers in fp32
 Tensors = dict[str, Tensor]  # by the name of the parameter or the buffer before the model was distributed
@@ -24,6 +27,37 @@ def distance(left: Tensor, right: Tensor, order: float = float("inf")) -> float:
 def largest(tensor: Tensor) -> float:
     """Return the largest absolute value of a tensor."""
     return tensor.abs().max().item() if tensor.numel() else 0.0
+
+
+def check_repeats(model: nn.Module, floor: float) -> None:
+    """Let the first forward pass of a training raise ConfigError if a second one of the batch has other results.
+
+    Such a training depends on how many micro-batches a step has, so no bound follows from the noise run.
+    """
+
+    def repeat(module: nn.Module, arguments: Any, options: Any, outputs: Any) -> None:
+        if not module.training:
+            return
+        handle.remove()
+        copies = {name: buffer.clone() for name, buffer in module.named_buffers()}
+        devices = sorted({each.device.index or 0 for each in module.parameters() if each.is_cuda})
+        with torch.no_grad(), torch.random.fork_rng(devices=devices):
+            again = torch.func.functional_call(module, copies, arguments, options)
+        sides = ([each.detach() for each in tree_leaves(one) if _is_result(each)] for one in (outputs, again))
+        pairs = zip(*sides, strict=False)
+        error = max((distance(first, second) / max(largest(first), 1e-30) for first, second in pairs), default=0.0)
+        if error > floor:
+            raise ConfigError(
+                f"{type(module).__name__} has other outputs in a second forward pass of a batch in training, by "
+                f"{error:.0e} of the largest: it draws random numbers (such as dropout by a function), or its buffers "
+                "change what it computes. Such a training depends on the number of workers by design: switch that off"
+            )
+
+    handle = model.register_forward_hook(repeat, with_kwargs=True)
+
+
+def _is_result(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
 
 
 def relative(value: float, expected: float) -> float:

@@ -222,6 +222,28 @@ class Bidirectional(Plain):
         return super().body(hidden + hidden.mean(dim=1, keepdim=True), tokens)
 
 
+class Counting(Plain):
+    """It counts its forward passes in a buffer, which scales what it computes."""
+
+    def __init__(self, vocabulary: int) -> None:
+        super().__init__(vocabulary)
+        self.register_buffer("passes", torch.zeros(()))
+
+    def body(self, hidden: Tensor, tokens: Tensor) -> Tensor:
+        self.passes += float(self.training)
+        return super().body(hidden * (1 + 0.1 * self.passes), tokens)
+
+
+class Dropping(Plain):
+    """It has dropout by a function, without a module."""
+
+    def body(self, hidden: Tensor, tokens: Tensor) -> Tensor:
+        return super().body(functional.dropout(hidden, 0.3, self.training), tokens)
+
+
+UNREPEATABLE = {"counting": Counting, "dropping": Dropping}
+"""Models whose second forward pass of a batch has other outputs."""
+
 KINDS = {
     **{
         "plaintensor": PlainTensor,
@@ -238,4 +260,4 @@ KINDS = {
 
 def build(model: ModelConfig, num_classes: int) -> nn.Module:
     """Build the model."""
-    return KINDS[model.options["kind"]](num_classes)
+    return {**KINDS, **UNREPEATABLE}[model.options["kind"]](num_classes)

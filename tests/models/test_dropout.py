@@ -100,6 +100,7 @@ def test_rates_of_stages_are_set_and_those_of_an_evaluation_stay(tmp_path: Path)
         ("torchvision", "squeezenet1_1", {"null": 0.5, "0": 0, "0.3": 0.3}),
         ("torchvision", "convnext_tiny", {"null": 0.1, "0": 0}),  # It skips paths, and has no dropout.
         ("timm", "mobilevit_xxs", {"null": 0, "0": 0, "0.3": 0.3}),
+        ("timm", "ghostnet_050", {"null": 0.2, "0": 0, "0.3": 0.3}),  # by a function
     ],
 )
 def test_models_of_images_have_the_dropout_that_is_typed(library: str, name: str, rates: dict[str, float]) -> None:

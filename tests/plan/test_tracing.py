@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,8 @@ from distexp.distributed.context import Context
 from distexp.hardware.facts import cublas_workspace
 from distexp.plan.estimate import make_estimate
 from distexp.plan.replay import PARTS, PHASES, StepTrace, repeated_blocks
+from distexp.plan.trace import compiled
+from distexp.plan.trace.compiled import WorkCounter
 from distexp.plan.trace.cuda_semantics import cuda_autocast
 from distexp.plan.trace.traced_run import largest_batch
 from distexp.plan.trace.tracing import trace_step
@@ -236,3 +239,26 @@ def test_autocast_uses_the_lists_of_cuda() -> None:
     with cuda_autocast():
         assert dtypes() == [torch.float32] * 3 + [torch.bfloat16]
     assert dtypes()[0] == torch.bfloat16
+
+
+@pytest.mark.parametrize("suffix", ["", "_backward"])
+def test_keys_that_several_heads_share_are_counted_by_each_release(
+    suffix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packet = getattr(torch.ops.aten, f"_scaled_dot_product_flash_attention{suffix}")
+    formula = compiled.flop_registry[packet]
+
+    def before_torch_2_13(*arguments: Any, **options: Any) -> int:
+        shapes = [tuple(getattr(each, "shape", each)) for each in arguments]
+        assert len({shape[1] for shape in shapes}) == 1, "all need equally many heads"
+        return int(formula(*arguments, **options))
+
+    monkeypatch.setitem(compiled.flop_registry, packet, before_torch_2_13)
+    counts = []
+    for heads in (8, 2):
+        queries, keys = torch.empty(2, 8, 16, 4), torch.empty(2, heads, 16, 4)
+        counter = WorkCounter()
+        gradient = [queries] if suffix else []
+        counter.add("forward", packet.default, (*gradient, queries, keys, keys), {}, [queries])
+        counts.append(counter.flops["forward"])
+    assert counts[0] == counts[1] > 0

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from distexp.plan.trace.traced_run import describe_failure
+from distexp.plan.trace.traced_run import describe_failure, without_layer_drop
 from distexp.system.files import PACKAGE
+from distexp.system.torch_internals.tensors import make_fake_mode
 
 TORCH = Path(torch.__file__).parent / "nn" / "modules" / "linear.py"
 PYTHON = Path(sysconfig.get_path("stdlib"))
@@ -39,3 +40,12 @@ def test_line_of_a_model_in_a_folder_with_the_name_of_a_library(folder: str, inn
 def test_line_of_an_installed_package() -> None:
     path = PYTHON / "site-packages" / "timm" / "layers.py"
     assert " at timm/layers.py:2: " in describe_failure(failure(path, TORCH))
+
+
+def test_layer_drop_is_traced_without_a_dropped_layer() -> None:
+    original = torch.rand
+    with make_fake_mode(), without_layer_drop():
+        kept = [not torch.rand([]) < 0.9, not torch.rand(()) < 0.9]
+        assert torch.rand(2, 3).shape == (2, 3)
+    assert kept == [True, True]
+    assert torch.rand is original

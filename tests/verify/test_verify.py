@@ -17,7 +17,8 @@ from PIL import Image
 
 from distexp.runs.record import RunRecord
 from distexp.verify.diagnosis import Finding, diagnose
-from tests.helpers.runs import REPOSITORY, run_distexp
+from tests.helpers.runs import HELPERS, REPOSITORY, run_distexp
+from tests.models.test_own_modules import MODEL
 from tests.verify.test_museum import CONF
 
 OPTIONS = ("model=gpt_tiny", "cluster.device=cpu", "--config-dir", str(CONF), "trusted_packages=[tests]")
@@ -122,6 +123,22 @@ def test_small_data_of_a_user_are_compared(options: tuple[str, ...], tmp_path: P
     done = run_distexp("verify", "--quick", "--json", "strategy=ddp", "cluster.device=cpu", *options, cwd=tmp_path)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr
     assert {phase["status"] for phase in json.loads(done.stdout)[0]["phases"]} == {"equal"}
+
+
+def test_a_training_that_depends_on_its_forward_passes_cannot_be_compared(tmp_path: Path) -> None:
+    own = (*MODEL[:-1], "+model.options.kind=counting,dropping", "trusted_packages=[odd_models]")
+    env = {"PYTHONPATH": str(HELPERS)}
+    swept = run_distexp(
+        *("verify", "--quick", "--json", "--multirun", "strategy=ddp", "cluster.device=cpu", "dataset.max_length=32"),
+        *own,
+        cwd=tmp_path,
+        env=env,
+    )
+    assert swept.returncode == 2, swept.stdout[-2000:] + swept.stderr
+    found = json.loads(swept.stdout)
+    assert [each["status"] for each in found] == ["not comparable"] * 2
+    for each, kind in zip(found, ("Counting", "Dropping"), strict=True):
+        assert f"{kind} has other outputs in a second forward pass of a batch in training, by " in each["reasons"][0]
 
 
 def test_workers_elsewhere_are_refused(tmp_path: Path) -> None:

@@ -208,6 +208,20 @@ NO_KERNEL = ("empty", "empty_strided", "empty_like", "new_empty", "detach", "lif
 """Operations without a kernel, besides views."""
 
 
+def _with_all_heads(packet: Any, args: Any) -> Any:
+    """Return the arguments of a fused attention with a head of keys and values for each head of the queries.
+
+    Before torch 2.13, the number of its operations can be computed for no others.
+    """
+    name = str(getattr(packet, "__name__", ""))
+    if not name.startswith("_scaled_dot_product"):
+        return args
+    first = 1 if name.endswith("_backward") else 0  # after the gradient
+    heads = args[first].shape[1]
+    shapes = [torch.Size((each.shape[0], heads, *each.shape[2:])) for each in args[first + 1 : first + 3]]
+    return (*args[: first + 1], *shapes, *args[first + 3 :])
+
+
 class WorkCounter:
     """Counts of the operations of a step, by phase."""
 
@@ -221,7 +235,7 @@ class WorkCounter:
         packet = getattr(func, "overloadpacket", func)
         count = flop_registry.get(packet)
         if count is not None:
-            self.flops[phase] += int(count(*args, **(kwargs or {}), out_val=outputs))
+            self.flops[phase] += int(count(*_with_all_heads(packet, args), **(kwargs or {}), out_val=outputs))
         # These read a property of a tensor, such as its device, or mark a range.
         reads_property = getattr(func, "namespace", "") in ("prim", "profiler")
         is_view = getattr(func, "is_view", False) or getattr(packet, "__name__", "") in NO_KERNEL
