@@ -27,14 +27,16 @@ def largest_dropout(model: nn.Module) -> float:
 
 
 def dropout_rates(model: nn.Module, *, configured: bool = True) -> dict[str, float]:
-    """Return the rates above zero by name: those of the modules, and those of the model's configuration."""
+    """Return the rates above zero by name: of the modules, and of the configurations of the model and its parts."""
     rates = {}
     for name, module in model.named_modules():
         if attribute := _rate_name(module):
             rates[f"{name}.{attribute}"] = getattr(module, attribute)
-    settings = getattr(model, "config", None) if configured else None
-    values = vars(settings) if hasattr(settings, "__dict__") else {}
-    rates |= {name: value for name, value in values.items() if name.endswith(RANDOM_ENDINGS)}
+    own = getattr(model, "config", None)
+    found = [getattr(module, "config", None) for module in model.modules()] if configured else []
+    for settings in {id(one): one for one in found if one is own or hasattr(one, "sub_configs")}.values():
+        values = vars(settings) if hasattr(settings, "__dict__") else {}
+        rates |= {name: rate for name, rate in values.items() if name.endswith(RANDOM_ENDINGS) and rate}
     return {name: rate for name, rate in rates.items() if type(rate) in (int, float) and rate > 0}
 
 
@@ -98,8 +100,9 @@ def check_layerdrop(model: nn.Module) -> None:
     rates = {name: rate for name, rate in dropout_rates(model).items() if name.endswith("layerdrop")}
     if rates:
         found = ", ".join(f"{name}={rate:g}" for name, rate in rates.items())
+        is_of_part = any(name not in vars(model.config) for name in rates)
+        typed = "model.dropout=0" if is_of_part else " ".join(f"model.options.{name}=0" for name in rates)
         raise ConfigError(
-            f"{type(model).__name__} has {found}: each worker would skip other layers. Add "
-            f"{' '.join(f'model.options.{name}=0' for name in rates)}, or use strategy=ddp "
-            "ddp.find_unused_parameters=true"
+            f"{type(model).__name__} has {found}: each worker would skip other layers. Add {typed}, or use "
+            "strategy=ddp ddp.find_unused_parameters=true"
         )

@@ -41,6 +41,17 @@ def test_the_rate_is_that_of_the_wrapped_model() -> None:
         assert largest_dropout(Wrapper(model)) == rate
 
 
+def test_a_rate_of_a_part_counts_if_the_part_is_built() -> None:
+    from transformers import AutoConfig
+
+    model = Functional(0.0)
+    model.part = Functional(0.0)
+    model.part.config = AutoConfig.for_model("bart", dropout=0.4, encoder_layerdrop=0.2)
+    assert largest_dropout(model) == 0.4
+    with pytest.raises(ConfigError, match=r"has encoder_layerdrop=0\.2: .* Add model\.dropout=0, or use"):
+        check_layerdrop(model)
+
+
 def test_a_part_that_is_called_module_hides_no_other_part() -> None:
     model = Wrapper(nn.Linear(2, 2))
     model.before = nn.Dropout(0.3)
