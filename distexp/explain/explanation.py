@@ -14,7 +14,14 @@ from distexp.exceptions import printable
 from distexp.explain import step_profile
 from distexp.explain.advice import advise, larger_global_batches
 from distexp.runs.metrics import PARTS
-from distexp.runs.record import RunRecord, describe_no_training, no_readable_record, not_a_folder, read_records
+from distexp.runs.record import (
+    RunRecord,
+    config_dir_options,
+    describe_no_training,
+    no_readable_record,
+    not_a_folder,
+    read_records,
+)
 from distexp.runs.run_dir import COMMAND
 from distexp.strategies.base import recorded_strategy
 from distexp.strategies.parallel.checks import STAGES_PER_WORKER, bubble_share
@@ -290,5 +297,6 @@ def _not_profiled(directory: Path, records: Sequence[RunRecord]) -> str:
     sweep = [printable(text) for text in arguments if isinstance(text, str)] if is_sweep else []
     replaced = ("profile=", "train.profile_steps=", "hydra.sweep.", "sweep.resume=")
     options = [text for text in sweep or record.run.overrides if not text.startswith(replaced)]
-    command = copyable_command([*options, "profile=true"], may_sweep=bool(sweep))
+    folders = [] if sweep else config_dir_options(directory)  # The arguments of a sweep have it.
+    command = copyable_command([*options, "profile=true", *folders], may_sweep=bool(sweep))
     return f"{directory} has no profile: run it with {command}"

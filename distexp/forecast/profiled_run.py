@@ -13,7 +13,7 @@ from distexp.config.overrides import copyable_command
 from distexp.forecast.communication import Forecast, Target
 from distexp.guard.config_files import is_own_file
 from distexp.runs.predictions import measured_step_s
-from distexp.runs.record import RunRecord, describe_no_training, not_a_sweep, read_records
+from distexp.runs.record import RunRecord, config_dir_options, describe_no_training, not_a_sweep, read_records
 from distexp.runs.run_dir import COMMAND, MICRO_BATCH, RECORD, STEP_MODEL
 from distexp.runs.step_files import (
     COPIES,
@@ -161,7 +161,8 @@ def _not_profiled(directory: Path, runs: Sequence[ProfiledRun]) -> str:
     if note := (run.record.metrics.communication or {}).get("note"):  # A second run would have it too.
         return f"{directory} has no profile for a forecast: {note}"
     options = [text for text in run.record.run.overrides if not text.startswith(("profile=", "train.profile_steps="))]
-    return f"{directory} has no profile for a forecast: run it with {copyable_command([*options, 'profile=true'])}"
+    command = copyable_command([*options, "profile=true", *config_dir_options(run.directory)])
+    return f"{directory} has no profile for a forecast: run it with {command}"
 
 
 def read_profiled_run(directory: Path) -> ProfiledRun:

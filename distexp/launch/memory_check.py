@@ -20,7 +20,7 @@ from distexp.plan.estimate import Estimate
 from distexp.plan.fitting_change import candidate_overrides
 from distexp.plan.plan_table import search_of
 from distexp.plan.planner import Planner, parallel_processes, read_estimate
-from distexp.runs.record import RunSpec
+from distexp.runs.record import RunSpec, config_dir_options
 from distexp.runs.record_sections import Predicted
 from distexp.runs.run_dir import MICRO_BATCH
 from distexp.runs.step_files import MicroBatchSearch
@@ -168,7 +168,9 @@ def add_advice(memory: dict[str, Any], spec: RunSpec, directory: Path) -> None:
         config = with_micro_batch(config, search.chosen)
     known = not searches_micro_batch(config)
     memory["would_fit"] = predicted_change(config, reserved + free) if known else []
-    memory["command"] = plan_command(spec, total, config.train.micro_batch if known else None)
+    memory["command"] = plan_command(
+        spec, total, config.train.micro_batch if known else None, config_dir_options(directory)
+    )
 
 
 def _number(memory: dict[str, Any], key: str) -> float:
@@ -205,8 +207,11 @@ def apply_overrides(config: Config, overrides: Iterable[str]) -> Config | None:
     return with_micro_batch(changed, changed.train.micro_batch) if keeps_global_batch else changed
 
 
-def plan_command(spec: RunSpec, total_mib: float, size: int | None) -> str:
-    """Return the command that predicts a run and what would fit. ``size`` is the micro-batch; None if none fits."""
+def plan_command(spec: RunSpec, total_mib: float, size: int | None, options: Sequence[str] = ()) -> str:
+    """Return the command that predicts a run and what would fit. ``size`` is the micro-batch; None if none fits.
+
+    ``options`` are those of Hydra.
+    """
     is_limited = spec.config.cluster.gpu_memory_limit_gb is not None  # The prediction reads this key.
     memory = [] if is_limited else [f"plan.gpu_memory_gb={total_mib / MIB_PER_GIB:.1f}"]
     dropped = ("plan.gpu", "plan.search_timeout_s", "plan=")
@@ -214,4 +219,4 @@ def plan_command(spec: RunSpec, total_mib: float, size: int | None) -> str:
     if searches_micro_batch(spec.config):  # A search runs on the GPU, so it is not predicted.
         key = "train.micro_batch_size"
         given = [*(text for text in given if key_of(text) != key), f"{key}={size or 1}"]
-    return copyable_command([*given, *memory], command="distexp plan")
+    return copyable_command([*given, *memory, *options], command="distexp plan")

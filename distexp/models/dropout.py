@@ -1,5 +1,7 @@
 """Rates at which a model changes its training at random: dropout, skipped paths and layers, noise of routers."""
 
+import re
+from dataclasses import fields
 from typing import Any
 
 from torch import nn
@@ -25,14 +27,16 @@ def largest_dropout(model: nn.Module) -> float:
 
 
 def dropout_rates(model: nn.Module, *, configured: bool = True) -> dict[str, float]:
-    """Return the rates above zero by name: those of the modules, and those of the model's configuration."""
+    """Return the rates above zero by name: of the modules, and of the configurations of the model and its parts."""
     rates = {}
     for name, module in model.named_modules():
         if attribute := _rate_name(module):
             rates[f"{name}.{attribute}"] = getattr(module, attribute)
-    settings = getattr(model, "config", None) if configured else None
-    values = vars(settings) if hasattr(settings, "__dict__") else {}
-    rates |= {name: value for name, value in values.items() if name.endswith(RANDOM_ENDINGS)}
+    own = getattr(model, "config", None)
+    found = [getattr(module, "config", None) for module in model.modules()] if configured else []
+    for settings in {id(one): one for one in found if one is own or hasattr(one, "sub_configs")}.values():
+        values = vars(settings) if hasattr(settings, "__dict__") else {}
+        rates |= {name: rate for name, rate in values.items() if name.endswith(RANDOM_ENDINGS) and rate}
     return {name: rate for name, rate in rates.items() if type(rate) in (int, float) and rate > 0}
 
 
@@ -49,18 +53,33 @@ def _rate_name(module: nn.Module) -> str | None:
 
 
 def set_configured_dropout(config: Any, rate: float) -> bool:
-    """Set the dropout rates of a configuration of transformers, and return whether it has any.
+    """Set the dropout rates of a configuration of transformers and its parts, and return whether it has any.
 
     0 is also the rate of all other random changes. A list has the rates of the stages of a model.
     """
-    found = False
+    parts = [value for value in vars(config).values() if hasattr(value, "sub_configs")]
+    found = sum(set_configured_dropout(part, rate) for part in parts) > 0  # all of them, which any() would not set
     for name, value in config.to_dict().items():
         values = value if isinstance(value, list) and value else [value]
         has_rates = all(type(one) in (int, float) for one in values) and name != FIXED.get(config.model_type)
         if has_rates and name.endswith(DROPOUT_ENDINGS if rate else RANDOM_ENDINGS):
-            setattr(config, name, [rate] * len(values) if isinstance(value, list) else rate)
+            setattr(config, name, fit_number(config, name, [rate] * len(values) if isinstance(value, list) else rate))
             found = True
     return found
+
+
+def fit_number(config: Any, name: str, value: Any) -> Any:
+    """Return a value for a field of a configuration of transformers, as the type of number that the field takes.
+
+    transformers takes no integer for a float. A list has numbers. A value that would change stays as it is.
+    """
+    if isinstance(value, list):
+        return [fit_number(config, name, one) for one in value]
+    kinds = {kind for field in fields(config) if field.name == name for kind in re.findall(r"\w+", str(field.type))}
+    if type(value) is int and "float" in kinds and "int" not in kinds:
+        return float(value)
+    is_for_integer = type(value) is float and "int" in kinds and "float" not in kinds
+    return int(value) if is_for_integer and value.is_integer() else value
 
 
 def set_dropout(model: nn.Module, rate: float) -> None:
@@ -83,8 +102,9 @@ def check_layerdrop(model: nn.Module) -> None:
     rates = {name: rate for name, rate in dropout_rates(model).items() if name.endswith("layerdrop")}
     if rates:
         found = ", ".join(f"{name}={rate:g}" for name, rate in rates.items())
+        is_of_part = any(name not in vars(model.config) for name in rates)
+        typed = "model.dropout=0" if is_of_part else " ".join(f"model.options.{name}=0" for name in rates)
         raise ConfigError(
-            f"{type(model).__name__} has {found}: each worker would skip other layers. Add "
-            f"{' '.join(f'model.options.{name}=0' for name in rates)}, or use strategy=ddp "
-            "ddp.find_unused_parameters=true"
+            f"{type(model).__name__} has {found}: each worker would skip other layers. Add {typed}, or use "
+            "strategy=ddp ddp.find_unused_parameters=true"
         )

@@ -1,8 +1,10 @@
 """Any model of transformers for one of distexp's tasks, with pretrained or random weights."""
 
 import hashlib
+import re
 from collections.abc import Callable, Iterator, Mapping
 from difflib import get_close_matches
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -17,7 +19,7 @@ from distexp.exceptions import first_line
 from distexp.models import task_models
 from distexp.models.adapter import save_adapter
 from distexp.models.blueprint import build_empty
-from distexp.models.dropout import DROPOUT_ENDINGS, set_configured_dropout
+from distexp.models.dropout import DROPOUT_ENDINGS, fit_number, set_configured_dropout
 from distexp.models.objective import LOSS_SUM, get_logits
 from distexp.runs.run_dir import MODEL
 from distexp.system.cache_dir import build_once, cache_dir, offline_if_unreachable
@@ -79,7 +81,7 @@ def _read_config(model: ModelConfig, num_classes: int) -> Any:
         )
     config.use_cache = False  # training never uses cached keys and values, which take memory
     # One rate is that of embeddings, attention and residuals, whose names differ.
-    is_set = model.dropout is None or set_configured_dropout(config.get_text_config(), model.dropout)
+    is_set = model.dropout is None or set_configured_dropout(config, model.dropout)
     if model.dropout and not is_set:
         wanted = ", ".join(f"*{ending}" for ending in DROPOUT_ENDINGS)
         raise ConfigError(
@@ -98,11 +100,30 @@ def _config_of(values: dict[str, Any]) -> Any:
         config = AutoConfig.for_model(kind)
         if unknown := sorted(set(values) - {*config.to_dict(), "rope_theta"}):
             raise _unknown_option(unknown[0], config, f"model.options.{MODEL_TYPE}={kind}")
-        return AutoConfig.for_model(kind, **values)
-    except (ValueError, TypeError) as error:
-        raise ConfigError(
-            f"model.options describes no model of transformers ({first_line(error)}): correct it"
-        ) from error
+        return AutoConfig.for_model(kind, **_fit_numbers(config, values))
+    except ConfigError:
+        raise
+    except Exception as error:  # any: transformers checks values in several ways
+        raise ConfigError(f"model.options describes no model of transformers ({_reason(error)}): correct it") from error
+
+
+def _fit_numbers(config: Any, changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return changes of a configuration, and of its parts, with the types of numbers that transformers takes."""
+    fitted = {}
+    for name, value in changes.items():
+        part = getattr(config, name, None)
+        is_part = isinstance(value, Mapping) and hasattr(part, "sub_configs")
+        fitted[name] = _fit_numbers(part, value) if is_part else fit_number(config, name, value)
+    return fitted
+
+
+def _reason(error: Exception) -> str:
+    """Return why transformers does not accept a configuration. The first line may only be the title of a list."""
+    first, *others = [line.strip() for line in str(error).splitlines()] or [""]
+    if not first.endswith(":") or not others:
+        return first_line(error)
+    reason = others[-1].partition(". Errors:")[0]
+    return re.sub(r"^\w+Error: ", "", re.sub(r"<class '(\w+)'>", r"\1", reason))
 
 
 def _unknown_option(name: str, config: Any, where: str) -> ConfigError:
@@ -145,14 +166,25 @@ def read_config(key: str, source: str, changes: Mapping[str, Any] | None = None)
     from transformers import AutoConfig
 
     offline_if_unreachable(source)
+    load = partial(AutoConfig.from_pretrained, source, trust_remote_code=False, return_unused_kwargs=True)
     try:
-        config, unknown = AutoConfig.from_pretrained(
-            source, trust_remote_code=False, return_unused_kwargs=True, **(changes or {})
-        )
+        try:
+            config, unknown = load(**(changes or {}))
+        except Exception as error:
+            if not changes or isinstance(error, OSError):
+                raise
+            config, unknown = load(**_fit_numbers(load()[0], changes))
     except (OSError, ValueError, KeyError) as error:
         raise _read_error(key, source, "a model's config.json", error) from error
-    if unknown := sorted(set(unknown) & set(changes or {})):
-        raise _unknown_option(unknown[0], config, f"{key}={source}")
+    except Exception as error:  # any: transformers checks values in several ways
+        named = next(
+            (f"model.options.{name}" for name in changes or {} if f"'{name}'" in str(error)), "its config.json"
+        )
+        raise ConfigError(
+            f"transformers does not accept the configuration of {key}={source} ({_reason(error)}): correct {named}"
+        ) from error
+    if wrong := sorted(set(unknown) & set(changes or {})):
+        raise _unknown_option(wrong[0], config, f"{key}={source}")
     return config
 
 

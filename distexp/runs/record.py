@@ -18,12 +18,13 @@ from typing import Any, NamedTuple
 from distexp.config import Command, Config, ConfigError
 from distexp.config.fields import describe, key
 from distexp.config.overrides import suggest_command
+from distexp.exceptions import printable
 from distexp.runs.metrics import Metrics
 from distexp.runs.number_ranges import number_errors
 from distexp.runs.record_sections import Built, Environment, Predicted, RunError, RunInfo, StrategyTraits
 from distexp.runs.run_dir import CHOICE, COMMAND, NON_RUN_DIRS, OUTPUTS, RECORD, RESULT, SNAPSHOT_MARKER, SPEC
 from distexp.system.files import convert_texts, one_line, open_file, read_json, read_or_none, walk, write_json
-from distexp.system.typed_values import device_errors, parse_dataclass, section_errors
+from distexp.system.typed_values import device_errors, parse_dataclass, section_errors, texts_of
 
 SCHEMA_VERSION = 2
 """Version of the format. A record of another version is refused. A new key does not raise it."""
@@ -377,6 +378,15 @@ def _read_runs(sweep_dir: Path) -> Iterator[ExistingRun]:
                 run = ExistingRun(int(directory.name), directory, id="", overrides=[], status=None)
             if run is not None:
                 yield run
+
+
+def config_dir_options(directory: Path) -> list[str]:
+    """Return the option ``--config-dir FOLDER`` of the command that started a run or a sweep; empty if it had none."""
+    path = next((file for folder in (directory, directory.parent) if (file := folder / COMMAND).is_file()), None)
+    words = texts_of({"words": read_or_none(path, "words")}, "words") if path else []
+    joined = "\n".join(map(printable, words))
+    found = re.search(r"^(?:--config-dir|-cd)[=\n](.+)$", joined, re.MULTILINE)
+    return ["--config-dir", found[1]] if found else []
 
 
 def _read_run(path: Path) -> ExistingRun | None:

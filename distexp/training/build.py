@@ -137,6 +137,11 @@ def build_model(
     is_checked = config.model.task == "causal_lm" and config.model._target_ not in model_checks.ATTENTIONS
     check: dict[str, Any] = {"check": partial(hf.check_causal, model=config.model)} if is_checked else {}
     blueprint = blueprint_class(make, context, broadcast=config.fsdp.sync_module_states, weights_key=key, **check)
+    if not any(weight.requires_grad for weight in blueprint.model.parameters()):
+        raise ConfigError(
+            f"{type(blueprint.model).__name__} of model={config.model.name} has no weight to train: set "
+            "requires_grad=True for some of its weights, or add adapter=lora"
+        )
     if config.dataset._target_.startswith("distexp."):
         introspection.check_forward_arguments(blueprint.model, config.model.traits.inputs)
     if config.model.traits.is_text:

@@ -213,6 +213,8 @@ def phase_overrides(phase: Phase, config: Config) -> list[str]:
         found += [LEARNING_RATE, *(["train.momentum=0.9"] if config.train.optimizer == "sgd" else [])]
     if "dropout" in config.model.keys:  # Each worker has other random numbers.
         found.append("model.dropout=0")
+    if config.adapter.freezes_model:
+        found.append("adapter.dropout=0")
     shared = [SHARED_EPS] if phase.keeps_optimizer and config.parallel.copies > 1 else []
     return replace_overrides([quote_choice(text, config_groups()) for text in found], [*phase.overrides, *shared])
 

@@ -453,6 +453,18 @@ def test_parquet_files_without_rows_are_left_out_with_a_note(pattern: str, tmp_p
         load(*words)
 
 
+def test_a_split_without_rows_is_no_evaluation_set(tmp_path: Path) -> None:
+    table = pyarrow.table({"text": ["one"] * 30})
+    parquet.write_table(table, tmp_path / "train-0.parquet")
+    parquet.write_table(table[:0], tmp_path / "test-0.parquet")
+    words = (*TEXT, "dataset=text", f"dataset.path={tmp_path}")
+    data = load(*words)
+    assert (len(data.train), len(data.evaluation)) == (27, 3)
+    assert data.notes == [f"left out, because they have no row: 1 file of {tmp_path}, as test-0.parquet"]
+    with pytest.raises(ConfigError, match=r"test-0\.parquet has no row: add rows, or use other data"):
+        load(*words, "dataset.eval_split=test")
+
+
 def test_messages_without_a_template_are_refused_before_a_run_starts(files: Path) -> None:
     with pytest.raises(ConfigError, match=r"has no chat template: set dataset.chat_template=zephyr"):
         resolve_cell(*TEXT, "dataset=chat", f"dataset.path={files / 'chat.jsonl'}")
@@ -512,7 +524,12 @@ def test_classes_may_have_names_of_splits(classes: tuple[str, ...], tmp_path: Pa
             ("train/a/1.png", "train/b/1.png", "val/a/1.png", "val/c/1.png"),
             "val has 1 of 2 class folders that .*/train does not have, as c",
         ),
-        (("train/a/1.png", "train/b/1.png", "val/1.png"), "val has no class folders with images"),
+        (("train/a/1.png", "train/b/1.png", "val/1.png"), r"val has no .*, or set dataset.eval_share=0.1 to"),
+        (("train/a/1.png", "train/b/1.png", "test/a/x.txt"), r"test has no .*, or set dataset.eval_share=0.1 to"),
+        (
+            ("dev/a/1.png", "dev/b/1.png", "test/a/1.png"),
+            "the folders dev, test of .*, or set dataset.path=.*/dev dataset.eval_path=.*/test$",
+        ),
         (("a/1.png", "a/2.png"), "has only the class folder a, but two or more are needed"),
         (("Test/a/1.png", "Test/b/1.png"), "the folders Test of .* would be the classes, but .* are those of splits"),
         (("test_set/a/1.png", "training_set/a/1.png"), "test_set, training_set of .*: use .* FOLDER/train/CLASS"),
@@ -527,6 +544,24 @@ def test_wrong_image_folders_are_refused(names: tuple[str, ...], message: str, t
         save_image(path) if path.suffix == ".png" else path.write_bytes(b"\xff\xd8\xff\xe0")
     with pytest.raises(ConfigError, match=message):
         resolve_cell(*IMAGES, "dataset=image_folder", f"dataset.path={tmp_path}")
+
+
+def test_the_keys_for_unusual_image_folders_are_used(tmp_path: Path) -> None:
+    for name in (
+        "dev/a/1.png",
+        "dev/b/1.png",
+        "test/a/1.png",
+        "new/train/a/1.png",
+        "new/train/b/1.png",
+        "new/val/1.png",
+    ):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        save_image(tmp_path / name)
+    for typed in (
+        (f"dataset.path={tmp_path / 'dev'}", f"dataset.eval_path={tmp_path / 'test'}"),
+        (f"dataset.path={tmp_path / 'new'}", "dataset.eval_share=0.1"),
+    ):
+        assert load(*IMAGES, "dataset=image_folder", *typed).class_names == ("a", "b")
 
 
 def test_all_tokens_of_squad_can_be_targets() -> None:

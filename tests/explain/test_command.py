@@ -125,6 +125,9 @@ def test_command_to_profile_a_sweep_is_that_of_the_sweep(tmp_path: Path, capsys:
     for directory, command in ((folder, typed), (folder / "1", "distexp zero_stage=2 profile=true\n")):
         assert main([str(directory)]) == 2
         assert capsys.readouterr().err.endswith(f"run it with {command}")
+    (folder / "command.json").write_text(json.dumps({"words": ["--config-dir", "my conf", *words], "cells": 1}))
+    assert main([str(folder / "1")]) == 2
+    assert capsys.readouterr().err.endswith("run it with distexp zero_stage=2 profile=true --config-dir 'my conf'\n")
     for damaged in ("[]", '{"words": 1, "cells": 2}', '{"words": [], "cells": null}'):
         (folder / "command.json").write_text(damaged)
         assert main([str(folder)]) == 2

@@ -224,6 +224,9 @@ def test_runs_that_cannot_be_forecast_are_explained(tmp_path: Path, capsys: pyte
     plain = write(tmp_path / "plain", record(0, overrides=("strategy=ddp",)))
     assert main([str(plain)]) == 2
     assert "has no profile for a forecast: run it with distexp strategy=ddp profile=true" in capsys.readouterr().err
+    (plain / "command.json").write_text('{"words": ["strategy=ddp", "-cd=conf"]}')
+    assert main([str(plain)]) == 2
+    assert "strategy=ddp profile=true --config-dir conf\n" in capsys.readouterr().err
     failed = write(tmp_path / "failed", record(0, status="failed"))
     assert main([str(failed)]) == 2
     assert "because the run is failed: give a completed run" in capsys.readouterr().err

@@ -58,3 +58,8 @@ def build_renamed(model: ModelConfig, num_classes: int) -> nn.Module:
 def build_centered(model: ModelConfig, num_classes: int) -> nn.Module:
     """Build the model with a buffer."""
     return CenteredInputs(num_classes)
+
+
+def build_frozen(model: ModelConfig, num_classes: int) -> nn.Module:
+    """Build the model without a weight to train."""
+    return FlatModel(num_classes).requires_grad_(False)

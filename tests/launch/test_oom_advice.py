@@ -79,13 +79,18 @@ def test_the_command_has_the_overrides_of_the_run_and_its_gpu() -> None:
 def test_the_record_of_a_run_has_the_report_of_its_worker(tmp_path: Path) -> None:
     spec = make_spec(*CELL)
     start_attempt(spec, tmp_path)
+    (tmp_path / "command.json").write_text('{"words": ["--config-dir", "conf"]}')
     error = RunError("OutOfMemoryError", "CUDA out of memory.", "warmup", 0, memory=MEMORY)
     write_error_file(RANK_ERROR.path(tmp_path, 0, 0), error)
     finalize_run(spec, tmp_path, {0: 1}, started=1.0)
     written = RunRecord.read(tmp_path / "record.json")
     assert written.status == "oom_gpu"
     assert written.error is not None
-    assert written.error.memory == {**MEMORY, "would_fit": [], "command": plan_command(spec, 81_920.0, 8)}
+    assert written.error.memory == {
+        **MEMORY,
+        "would_fit": [],
+        "command": f"{plan_command(spec, 81_920.0, 8)} --config-dir conf",
+    }
     assert "memory" in json.loads((tmp_path / "record.json").read_text())["error"]
 
 

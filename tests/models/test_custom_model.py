@@ -22,6 +22,7 @@ CELLS = {
     "full_shard": ("model._target_=flat_model.build", "sharding=full_shard", "cluster.workers_per_node=2"),
     "shard_grad_op": ("model._target_=flat_model.build", "sharding=shard_grad_op", "cluster.workers_per_node=2"),
     "renamed": ("model._target_=flat_model.build_renamed", "strategy=single"),
+    "frozen": ("model._target_=flat_model.build_frozen", "strategy=single"),
     "centered_fsdp": (*CENTERED, "strategy=fsdp"),
     "centered_step": (*CENTERED, "strategy=single", "train.compute_weights=step"),
 }
@@ -55,6 +56,12 @@ def test_a_model_with_other_argument_names_is_refused(sweep: tuple[dict[str, Run
     assert "RenamedInputs.forward(pixels) cannot take the inputs of the dataset" in error.message
     assert "its arguments must be images" in error.message
     assert "Traceback" not in sweep[1]
+
+
+def test_a_model_without_a_weight_to_train_is_refused(sweep: tuple[dict[str, RunRecord], str]) -> None:
+    error = sweep[0]["frozen"].error
+    assert error is not None
+    assert "FlatModel of model=resnet_tiny has no weight to train: set requires_grad=True for" in error.message
 
 
 @pytest.mark.parametrize("cell", ["centered_fsdp", "centered_step"])

@@ -41,6 +41,17 @@ def test_the_rate_is_that_of_the_wrapped_model() -> None:
         assert largest_dropout(Wrapper(model)) == rate
 
 
+def test_a_rate_of_a_part_counts_if_the_part_is_built() -> None:
+    from transformers import AutoConfig
+
+    model = Functional(0.0)
+    model.part = Functional(0.0)
+    model.part.config = AutoConfig.for_model("bart", dropout=0.4, encoder_layerdrop=0.2)
+    assert largest_dropout(model) == 0.4
+    with pytest.raises(ConfigError, match=r"has encoder_layerdrop=0\.2: .* Add model\.dropout=0, or use"):
+        check_layerdrop(model)
+
+
 def test_a_part_that_is_called_module_hides_no_other_part() -> None:
     model = Wrapper(nn.Linear(2, 2))
     model.before = nn.Dropout(0.3)
@@ -92,6 +103,20 @@ def test_rates_of_stages_are_set_and_those_of_an_evaluation_stay(tmp_path: Path)
     assert found["cvt"].config.drop_path_rate == [0, 0, 0]
     assert largest_dropout(found["cvt"]) == 0
     assert found["phimoe"].config.router_jitter_noise == 0.01
+
+
+def test_a_rate_that_is_an_integer_and_those_of_all_parts_are_set(tmp_path: Path) -> None:
+    from transformers import AutoConfig
+
+    AutoConfig.for_model("levit", architectures=["LevitForImageClassification"]).save_pretrained(tmp_path / "levit")
+    part = {"model_type": "bert", "is_decoder": True, "add_cross_attention": True}
+    parts = {"encoder": {"model_type": "bert"}, "decoder": part, "decoder_start_token_id": 0, "pad_token_id": 0}
+    AutoConfig.for_model("encoder-decoder", **parts).save_pretrained(tmp_path / "both")
+    for kind, task in (("levit", "image_classification"), ("both", "seq2seq_lm")):
+        words = ("model=hf", "dataset=synthetic", f"model.name={tmp_path / kind}", "model.init=random")
+        with torch.device("meta"):
+            built = hf.build(resolve_cell(*words, f"model.task={task}", "model.dropout=0").model, 300)
+        assert largest_dropout(built) == 0
 
 
 @pytest.mark.parametrize(

@@ -490,3 +490,43 @@ def test_an_unknown_value_of_a_shape_is_refused() -> None:
     model = resolve_cell("model=llama31_8b", "dataset=synthetic", "+model.options.num_key_value_heds=4").model
     with pytest.raises(ConfigError, match=r"num_key_value_heds is not a value .*\(llama\): use num_key_value_heads"):
         hf.build(model, 100)
+
+
+BART = {
+    **{"model_type": "bart", "vocab_size": VOCABULARY, "d_model": 32, "encoder_layers": 1, "decoder_layers": 1},
+    **{"encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_layerdrop": 0.3},
+}
+
+
+@pytest.mark.parametrize(
+    ("typed", "name", "value"),
+    [
+        ("encoder_layerdrop=0", "encoder_layerdrop", 0.0),
+        ("encoder_ffn_dim=64.0", "encoder_ffn_dim", 64),
+        ("dropout=0", "dropout", 0),
+    ],
+)
+def test_an_option_gets_the_type_of_number_that_transformers_takes(
+    typed: str, name: str, value: float, tmp_path: Path
+) -> None:
+    built = build_random(tmp_path, BART, "dataset=synthetic", "model.task=seq2seq_lm", f"+model.options.{typed}")
+    found = getattr(built.config, name)
+    assert (found, type(found)) == (value, type(value))
+    shape = resolve_cell("model=llama31_8b", "dataset=synthetic", "scale=tiny", "model.options.rms_norm_eps=1").model
+    with torch.device("meta"):
+        assert hf.build(shape, 100).config.rms_norm_eps == 1
+
+
+@pytest.mark.parametrize("typed", ["encoder_layerdrop=high", "activation_function=3"])
+def test_an_option_that_transformers_does_not_accept_is_a_config_error(typed: str, tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=rf"\(Field '\w+' with value .* type in \(.*\): correct model.options.{typed[:10]}"
+    ):
+        build_random(tmp_path, BART, "dataset=synthetic", "model.task=seq2seq_lm", f"+model.options.{typed}")
+    with pytest.raises(ConfigError, match=r"\(Field 'encoder_layerdrop' .* \(float, NoneType\)\): correct its config"):
+        build_random(tmp_path, BART | {"encoder_layerdrop": 1}, "dataset=synthetic", "model.task=seq2seq_lm")
+    shape = resolve_cell("model=llama31_8b", "dataset=synthetic", "+model.options.hidden_act=3").model
+    with pytest.raises(
+        ConfigError, match=r"no model of transformers \(Field 'hidden_act' expected str, got int .*\): correct it"
+    ):
+        hf.build(shape, 100)

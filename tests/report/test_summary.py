@@ -138,6 +138,8 @@ def test_the_answer_of_one_training_on_several_sizes_is_its_scaling(tmp_path: Pa
     overview = Overview.from_rows(load_rows([growing_sweep(tmp_path)])[0])
     assert list(headline(overview)) == ["8 workers are 5.20x as fast as 1, which is 65% of the ideal."]
     assert repeat_command(overview) == "distexp cluster.nodes=4 cluster.workers_per_node=2"
+    (tmp_path / "command.json").write_text('{"words": ["--config-dir", "conf"]}')
+    assert repeat_command(overview) == "distexp cluster.nodes=4 cluster.workers_per_node=2 --config-dir conf"
     figures = build_figures(overview, load_traces(overview))
     assert (figures[0].name, figures[0].finding) == ("scaling", next(headline(overview)).rstrip("."))
     assert count_leading(overview, figures) == 1

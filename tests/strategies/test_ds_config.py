@@ -100,6 +100,7 @@ def test_the_listed_keys_are_those_of_the_installed_deepspeed() -> None:
         ),
         ('{"overlap_comm": true}', r"has overlap_comm, .*: did you mean zero_optimization\.overlap_comm\?"),
         ('{"bf16": {"qqqq": 1}}', r"has bf16\.qqqq, which DeepSpeed does not read: remove it"),
+        ('{"compile": {"enabled": true}}', r"has compile\.enabled, which DeepSpeed does not read: remove it"),
         ('{"timers": {"throughput": {"synchroniced": 1}}}', r"did you mean timers\.throughput\.synchronized\?"),
         ('{"zero_optimization": true}', r"sets zero_optimization=true, which is a section of keys: remove it"),
         (

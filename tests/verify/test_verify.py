@@ -17,7 +17,8 @@ from PIL import Image
 
 from distexp.runs.record import RunRecord
 from distexp.verify.diagnosis import Finding, diagnose
-from tests.helpers.runs import HELPERS, REPOSITORY, run_distexp
+from distexp.verify.phases import PHASES, phase_overrides
+from tests.helpers.runs import HELPERS, REPOSITORY, resolve_cell, run_distexp
 from tests.models.test_own_modules import MODEL
 from tests.verify.test_museum import CONF
 
@@ -49,6 +50,14 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     assert done.returncode == 1, done.stderr
     found: list[dict[str, Any]] = json.loads(done.stdout)
     return found
+
+
+def test_no_phase_has_dropout() -> None:
+    typed = ("model=hf", "model.name=gpt2", "model.init=random", "adapter=lora", "adapter.dropout=0.1")
+    config = resolve_cell(*typed, "dataset=synthetic")
+    for phase in PHASES:
+        assert {"model.dropout=0", "adapter.dropout=0"} <= set(phase_overrides(phase, config))
+    assert "adapter.dropout=0" not in phase_overrides(PHASES[0], resolve_cell("model=gpt_tiny"))
 
 
 def test_the_same_training_is_equal(results: list[dict[str, Any]]) -> None:

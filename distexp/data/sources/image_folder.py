@@ -150,7 +150,14 @@ def _find_images(path: str, eval_path: str | None, eval_share: float | None) -> 
         eval_pairs = [pair for index, pair in enumerate(pairs) if is_held_out(index, share)]
         sets = _labeled(train_root, train_pairs), _labeled(train_root, eval_pairs)
         return ImageSets(*sets, classes, tuple(notes))
-    held_out = class_files(eval_root)
+    try:
+        held_out = class_files(eval_root)
+    except ConfigError as error:
+        if eval_path:
+            raise
+        raise ConfigError(
+            f"{error}, or set dataset.eval_share={DEFAULT_SHARE} to evaluate a share of {train_root} in its place"
+        ) from None
     if unknown := sorted(set(held_out) - set(train)):
         raise ConfigError(
             f"{eval_root} has {len(unknown)} of {len(held_out)} class folders that {train_root} does not have, as "
@@ -183,13 +190,16 @@ def _split_folder(root: Path, *splits: frozenset[str]) -> Path | None:
 
 
 def _refuse_splits_as_classes(root: Path, classes: tuple[str, ...]) -> None:
-    """Raise ConfigError if the class folders are splits, as train_set and test_set, or val alone."""
+    """Raise ConfigError if the class folders are splits, as train_set and test_set, dev and test, or val alone."""
     known = TRAIN_WORDS, frozenset[str]().union(*SPLIT_WORDS.values())
     found = [[name for name in classes if words_of(name) & words] for words in known]
-    if len(found[0]) + len(found[1]) == len(classes) and (len(classes) == 1 or all(found)):
+    are_splits = all(words_of(name) - {""} <= known[0] | known[1] for name in classes)
+    if len(found[0]) + len(found[1]) == len(classes) and (len(classes) == 1 or all(found) or are_splits):
+        train, *others = [*found[0], *found[1]]
+        paths = [f"dataset.path={root / train}", *(f"dataset.eval_path={root / name}" for name in others[-1:])]
         raise ConfigError(
             f"the folders {', '.join(classes)} of {root} would be the classes, but their names are those of splits: "
-            f"{LAYOUT}"
+            f"{LAYOUT}, or set {' '.join(paths)}"
         )
 
 

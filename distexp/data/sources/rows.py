@@ -148,7 +148,8 @@ def open_rows(dataset: DatasetConfig, choose_format: FormatChoice) -> tuple[Rows
     make = partial(Rows, dataset=dataset, form=choose_format(dataset, columns_of(tables[0])))
     if dataset.eval_path is not None:
         splits = _open_splits(dataset.eval_path, dataset)
-    known = [split for split in SPLIT_WORDS if split in splits and (dataset.eval_path or split != name)]
+    others = [split for split in SPLIT_WORDS if split in splits and (dataset.eval_path or split != name)]
+    known = [split for split in others if _with_rows(splits[split])]
     first = next(iter(splits)) if dataset.eval_path else None
     wanted = dataset.eval_split or (None if dataset.eval_share else next(iter(known), first))
     if wanted is not None:
@@ -161,10 +162,14 @@ def open_rows(dataset: DatasetConfig, choose_format: FormatChoice) -> tuple[Rows
 def _choose(splits: Mapping[str, tuple[Table, ...]], name: str, key: str, path: str) -> tuple[Table, ...]:
     if name not in splits:
         raise ConfigError(f"{path} has no split {name}: set dataset.{key} to one of {', '.join(splits)}")
-    found = tuple(table for table in splits[name] if table.file is None or not _is_empty_parquet(table.file))
-    if not found:
+    if not (found := _with_rows(splits[name])):
         raise _refuse_empty(splits[name][0].label)
     return found
+
+
+def _with_rows(tables: Iterable[Table]) -> tuple[Table, ...]:
+    """Return the tables without empty Parquet files."""
+    return tuple(table for table in tables if table.file is None or not _is_empty_parquet(table.file))
 
 
 @lru_cache(maxsize=4096)

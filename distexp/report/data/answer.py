@@ -25,6 +25,7 @@ from distexp.report.data.rows import (
     run_label,
 )
 from distexp.report.data.scaling_series import ScalingSeries
+from distexp.runs.record import config_dir_options
 from distexp.statistics.noise import difference_noise
 
 MAX_TASKS = 4
@@ -254,7 +255,13 @@ def repeat_command(overview: Overview) -> str:
     taken = list(recommended(overview)) or [group for group in overview.groups if group.completed]
     if is_scaling(overview):
         taken = [overview.series[0].points[-1].group]
-    return copyable_command(taken[0].counted_rows[0].record.run.overrides) if len(taken) == 1 else ""
+    return typed_command(taken[0].counted_rows[0]) if len(taken) == 1 else ""
+
+
+def typed_command(row: Row) -> str:
+    """Return the command that repeats a run."""
+    options = config_dir_options(row.path.parent) if row.path else []
+    return copyable_command([*row.record.run.overrides, *options])
 
 
 def build_tiles(overview: Overview) -> Iterator[Tile]:

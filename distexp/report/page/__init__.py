@@ -19,8 +19,8 @@ import vl_convert
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup, escape
 
-from distexp.config.overrides import copyable_command, join_first
-from distexp.report.data.answer import build_tiles, headline, repeat_command
+from distexp.config.overrides import join_first
+from distexp.report.data.answer import build_tiles, headline, repeat_command, typed_command
 from distexp.report.data.metrics import EFFICIENCY, SPEED, SPEEDUP, Metric
 from distexp.report.data.overview import (
     DISTURBED_MARK,
@@ -274,7 +274,7 @@ def provenance_tables(rows: Sequence[Row]) -> Iterator[TextTable]:
         row.record.run.git_sha or "unknown", changed[row.record.run.git_dirty]
     ))  # fmt: skip
     shown = tuple(
-        (row.label, copyable_command(run.overrides), (run.started_at or "-")[:19].replace("T", " "))
+        (row.label, typed_command(row), (run.started_at or "-")[:19].replace("T", " "))
         for row, run in ((row, row.record.run) for row in rows[:MAX_COMMANDS])
     )
     more = len(rows) - MAX_COMMANDS

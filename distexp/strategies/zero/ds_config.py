@@ -190,8 +190,12 @@ def key_errors(settings: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _hint(section: str, key: str) -> str:
-    """Return what to write in place of an unknown key of a section: one of another section, or a similar one."""
-    found = [(name, key) for name, known in known_keys().items() if key in known]
+    """Return what to write in place of an unknown key of a section: one of another section, or a similar one.
+
+    Many sections have keys such as ``enabled``, which are no hint to one of them.
+    """
+    elsewhere = [(name, key) for name, known in known_keys().items() if key in known]
+    found = elsewhere if len(elsewhere) == 1 else []
     found += [(section, match) for match in get_close_matches(key, known_keys()[section], n=1)]
     path = ".".join(name for name in found[0] if name != TOP_LEVEL) if found else ""
     return f"did you mean {path}?" if path else "remove it"
