@@ -4,6 +4,7 @@
 # make test-slow  run the slow tests: kill and resume, more workers, every preset
 # make test-all   run both at once, as the continuous integration does: the waits of some tests cost no time then
 # make test-release  run the rest of long lists: every type of model with each way to cut it, every bug of the museum
+# make test-oldest  run the tests of models, plans and strategies with the oldest versions that pyproject.toml allows
 # make lint       run ruff, mypy and codespell
 # make docs       build the documentation site into site/; a broken link is an error
 # make setup      install only
@@ -23,7 +24,7 @@ PROJECT := --no-build-isolation-package deepspeed --editable
 # Many tests wait for processes, so four files of tests run at a time on two cores. tests/conftest.py orders the files.
 PYTEST := $(BIN)/python -m pytest --numprocesses 4 --dist loadfile --no-loadscope-reorder
 
-.PHONY: setup demo test test-slow test-all test-release lint docs pins
+.PHONY: setup demo test test-slow test-all test-release test-oldest lint docs pins
 setup: $(VENV)/.setup
 
 $(VENV)/.uv:
@@ -61,6 +62,17 @@ test-all: $(VENV)/.test
 
 test-release: $(VENV)/.test
 	$(PYTEST) -m release $(TESTS)
+
+OLDEST := .venv-oldest
+$(OLDEST)/.test: $(VENV)/.uv pyproject.toml
+	$(UV) venv --quiet --clear --python $(BIN)/python $(OLDEST)
+	$(UV) pip install --quiet --python $(OLDEST)/bin/python 'torch==2.11.*' 'torchvision==0.26.*' 'setuptools<82' ninja wheel
+	$(UV) pip install --quiet --python $(OLDEST)/bin/python --resolution lowest-direct $(PROJECT) '.[test]'
+	touch $@
+
+test-oldest: $(OLDEST)/.test
+	$(OLDEST)/bin/python -m pytest --numprocesses 4 --dist loadfile -m "not slow and not slurm" \
+		tests/models tests/plan tests/strategies tests/system tests/training tests/verify $(TESTS)
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .

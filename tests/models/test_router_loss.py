@@ -14,7 +14,7 @@ from distexp.models import head, hf
 from distexp.models.objective import evaluation_sums, loss_sum, partial_metrics
 from tests.helpers.attention import make_samples
 from tests.helpers.runs import resolve_cell
-from tests.helpers.zoo import CAUSAL, hugging_face
+from tests.helpers.zoo import CAUSAL, TRANSFORMERS, hugging_face
 
 EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "granitemoe", "gpt_oss", "phimoe", "jamba")
 ROUTED = ("+model.options.output_router_logits=true", "+model.options.router_aux_loss_coef=0.1")
@@ -37,6 +37,8 @@ def build(folder: Path, kind: str, *options: str, train: TrainConfig | None = No
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("kind", EXPERTS)
 def test_loss_and_gradients_are_those_of_transformers(kind: str, variant: str, tmp_path: Path) -> None:
+    if TRANSFORMERS < (5, 23) and kind == "granitemoe":
+        pytest.skip("transformers cannot compute its router loss")
     train, collate = VARIANTS[variant]
     samples = make_samples(7, 12)
     batch: Batch = collate(samples)
