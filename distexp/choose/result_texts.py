@@ -74,9 +74,10 @@ def equals_sentence(winner: Candidate, equal: Sequence[Candidate]) -> str:
     return f"not decided: {others}, because the differences are within the noise. The simplest of them is {name}"
 
 
-def command_line(command: Sequence[str], candidate: Candidate) -> str:
+def command_line(settings: Settings, candidate: Candidate) -> str:
     """Return the command that runs the real training with a candidate."""
-    return " ".join(["distexp", *map(shell_quote, training_overrides(command, candidate))])
+    typed = [*settings.options, *training_overrides(settings.command, candidate)]
+    return " ".join(["distexp", *map(shell_quote, typed)])
 
 
 def training_overrides(command: Sequence[str], candidate: Candidate) -> list[str]:

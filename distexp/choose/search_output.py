@@ -60,7 +60,7 @@ class Outcome:
             "overrides": typed_overrides(self.winner),
             "samples_per_second": values.samples_per_second,
             "peak_allocated_mib": values.peak_allocated_mib,
-            "command": texts.command_line(self.settings.command, self.winner),
+            "command": texts.command_line(self.settings, self.winner),
             "all_overrides": texts.training_overrides(self.settings.command, self.winner),
         }
 
@@ -163,11 +163,11 @@ def print_outcome(outcome: Outcome, state: SearchState, folder: Path, console: C
         line(f"trials: {folder}; to look at them: {suggest_command('report', folder)}", "dim")
     if outcome.winner is not None:
         line("\nto train with it:")
-        line(f"  {texts.command_line(outcome.settings.command, outcome.winner)}")
+        line(f"  {texts.command_line(outcome.settings, outcome.winner)}")
         simple = simplest([outcome.winner, *outcome.equal])
         if simple is not outcome.winner:
             line("\nor with the simplest of the equal configurations:")
-            line(f"  {texts.command_line(outcome.settings.command, simple)}")
+            line(f"  {texts.command_line(outcome.settings, simple)}")
 
 
 def describe_cost(state: SearchState, candidates: Iterable[Candidate]) -> str:

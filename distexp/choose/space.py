@@ -1,7 +1,7 @@
 """The candidates of a search: all combinations of the axes, and the settings of the command that starts it."""
 
 from collections.abc import Container, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import islice, product
 from math import gcd
 
@@ -218,6 +218,7 @@ class Settings:
     section: ChooseConfig
     command: list[str]
     notes: list[str]
+    options: list[str] = field(default_factory=list)  # of Hydra, as --config-dir
 
     @property
     def objective(self) -> Objective:
@@ -253,7 +254,8 @@ def read_settings(cells: Sequence[Cell], master: DictConfig) -> Settings:
     plan = cell.composed.plan
     if section.dry_run and (plan.gpu is not None or plan.gpu_memory_gb is not None):
         command.append("choose.dry_run=true")  # Without it, this machine must have as many GPUs.
-    return Settings(section, command, []) if config is None else _with_fixed_batch(section, command, config)
+    settings = Settings(section, command, []) if config is None else _with_fixed_batch(section, command, config)
+    return replace(settings, options=cell.config_dir_options)
 
 
 def _unmeasured_on_cpus(section: ChooseConfig, config: Config) -> str:

@@ -58,6 +58,12 @@ class Cell:
         """Return a new copy of the composed configuration, with the hydra node."""
         return cast(DictConfig, pickle.loads(zlib.decompress(self.packed)))
 
+    @property
+    def config_dir_options(self) -> list[str]:
+        """Return the option ``--config-dir FOLDER`` of the command; empty if it has none."""
+        sources = self.composed.hydra.runtime.config_sources
+        return [text for each in sources if each.provider == "command-line" for text in ("--config-dir", each.path)]
+
     def write_prediction(self, directory: Path) -> None:
         """Write the prediction into the directory of the cell's run. Without one, remove that of an earlier attempt."""
         write_prediction(directory, self.predicted, self.curve)

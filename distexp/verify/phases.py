@@ -159,10 +159,7 @@ def plan_variant(cell: Cell, label: str, directory: Path, make: MakeCell, *, qui
 
 def command_of(cell: Cell, *, quick: bool) -> str:
     """Return the command that verifies a cell."""
-    folders = [
-        source.path for source in cell.composed.hydra.runtime.config_sources if source.provider == "command-line"
-    ]
-    options = [*(["--quick"] if quick else []), *(each for folder in folders for each in ("--config-dir", folder))]
+    options = [*(["--quick"] if quick else []), *cell.config_dir_options]
     typed = [text for text in cell.overrides if not text.startswith(("verify.", "name=verify", "command="))]
     return copyable_command([*options, *typed], command="distexp verify")
 

@@ -1,11 +1,17 @@
-"""Tests of a search with ``scale=tiny``."""
+"""Tests of a search with ``scale=tiny``, and of the command of its winner."""
 
 from __future__ import annotations
 
+import pickle
+import zlib
+
 import pytest
-from omegaconf import OmegaConf
+from hydra.conf import ConfigSourceInfo
+from omegaconf import OmegaConf, open_dict
 
 from distexp.choose.axes import read_axes
+from distexp.choose.candidate import Candidate
+from distexp.choose.result_texts import command_line
 from distexp.choose.space import make_space, read_settings
 from tests.helpers.planning import composed
 
@@ -20,3 +26,17 @@ def test_a_shrunk_training_has_the_same_global_batch_in_all_candidates(batch: li
     configs = [candidate.config for candidate in found if candidate.config is not None]
     assert {config.train.micro_batch_size for config in configs} >= {1, 2, 4}
     assert {config.train.global_batch_size for config in configs} == {16 if batch else 8}
+
+
+def test_the_command_of_a_winner_has_the_folder_of_custom_options() -> None:
+    master = OmegaConf.create({"hydra": {"sweep": {"subdir": "0"}}})
+    source = ConfigSourceInfo("/my conf", "file", "command-line")
+    with composed(("scale=tiny", "train.global_batch_size=16")) as (cells, _):
+        changed = cells[0].composed
+        with open_dict(changed):
+            changed.hydra.runtime.config_sources.append(source)
+        cells[0].packed = zlib.compress(pickle.dumps(changed))
+        settings = read_settings(cells, master)
+    command = command_line(settings, Candidate(("strategy=ddp",), (), 4))
+    assert command.startswith("distexp --config-dir '/my conf' scale=tiny ")
+    assert command.endswith(" strategy=ddp")
