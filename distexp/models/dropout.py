@@ -63,7 +63,14 @@ def set_configured_dropout(config: Any, rate: float) -> bool:
         values = value if isinstance(value, list) and value else [value]
         has_rates = all(type(one) in (int, float) for one in values) and name != FIXED.get(config.model_type)
         if has_rates and name.endswith(DROPOUT_ENDINGS if rate else RANDOM_ENDINGS):
-            setattr(config, name, fit_number(config, name, [rate] * len(values) if isinstance(value, list) else rate))
+            fitted = fit_number(config, name, [rate] * len(values) if isinstance(value, list) else rate)
+            try:
+                setattr(config, name, fitted)
+            except Exception as error:  # any: the checks of transformers have their own classes
+                raise ConfigError(
+                    f"model.dropout={rate:g} is not possible: transformers takes no such {name} for this model. Use "
+                    "model.dropout=0, or set its other rates by model.options"
+                ) from error
             found = True
     return found
 

@@ -43,9 +43,8 @@ def check_repeats(model: nn.Module, floor: float) -> None:
         devices = sorted({each.device.index or 0 for each in module.parameters() if each.is_cuda})
         with torch.no_grad(), torch.random.fork_rng(devices=devices):
             again = torch.func.functional_call(module, copies, arguments, options)
-        sides = ([each.detach() for each in tree_leaves(one) if _is_result(each)] for one in (outputs, again))
-        pairs = zip(*sides, strict=False)
-        error = max((distance(first, second) / max(largest(first), 1e-30) for first, second in pairs), default=0.0)
+        pairs = zip(_results(outputs), _results(again), strict=False)
+        error = max((_change(first, second) for first, second in pairs), default=0.0)
         if error > floor:
             raise ConfigError(
                 f"{type(module).__name__} has other outputs in a second forward pass of a batch in training, by "
@@ -56,8 +55,19 @@ def check_repeats(model: nn.Module, floor: float) -> None:
     handle = model.register_forward_hook(repeat, with_kwargs=True)
 
 
-def _is_result(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.is_floating_point()
+def _results(outputs: Any) -> list[Tensor]:
+    """Return the tensors of real numbers in the outputs of a model, which may be an object with attributes."""
+    leaves: list[Any] = []
+    for leaf in tree_leaves(outputs):
+        leaves += [leaf] if isinstance(leaf, Tensor) else tree_leaves(getattr(leaf, "__dict__", None))
+    return [each.detach() for each in leaves if isinstance(each, Tensor) and each.is_floating_point()]
+
+
+def _change(first: Tensor, second: Tensor) -> float:
+    """Return the largest difference as a share of the largest finite value. Equal infinities do not differ."""
+    differ = ~torch.isclose(first, second, rtol=0.0, atol=0.0, equal_nan=True)
+    scale = largest(first[first.isfinite()])
+    return distance(second[differ], first[differ]) / max(scale, 1e-30) if differ.any() else 0.0
 
 
 def relative(value: float, expected: float) -> float:

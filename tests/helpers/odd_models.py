@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import inf
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -241,7 +243,15 @@ class Dropping(Plain):
         return super().body(functional.dropout(hidden, 0.3, self.training), tokens)
 
 
-UNREPEATABLE = {"counting": Counting, "dropping": Dropping}
+class DroppingInObject(Dropping):
+    """Its logits are an attribute, and one of them is infinite."""
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Any:
+        logits = super().forward(input_ids, attention_mask)
+        return SimpleNamespace(logits=torch.cat([logits[..., :-1], torch.full_like(logits[..., -1:], -inf)], dim=-1))
+
+
+UNREPEATABLE = {"counting": Counting, "dropping": Dropping, "dropping_in_object": DroppingInObject}
 """Models whose second forward pass of a batch has other outputs."""
 
 KINDS = {

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import nn
 
 from distexp.config import ConfigError
@@ -139,3 +140,13 @@ def test_a_model_without_dropout_refuses_a_rate() -> None:
     config = resolve_cell("model=torchvision", "model.name=resnet18", "model.dropout=0.1").model
     with torch.device("meta"), pytest.raises(ConfigError, match=r"model.dropout=0.1 is not supported: ResNet has no"):
         build_torchvision(config, 10)
+
+
+def test_a_rate_that_a_part_of_a_model_refuses_is_an_error_of_its_key(tmp_path: Path) -> None:
+    words = ("model=hf", "dataset=synthetic", f"model.name={tmp_path / 'mpt'}", "model.init=random")
+    config = transformers.AutoConfig.for_model("mpt", d_model=16, n_heads=4, n_layers=1, vocab_size=300)
+    config.architectures = ["MptForCausalLM"]
+    config.save_pretrained(tmp_path / "mpt")
+    with pytest.raises(ConfigError, match=r"model.dropout=0.1 is not possible: transformers takes no such attn_pdrop"):
+        hf.build(resolve_cell(*words, "model.dropout=0.1").model, 300)
+    assert largest_dropout(hf.build(resolve_cell(*words, "model.dropout=0").model, 300)) == 0

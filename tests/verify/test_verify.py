@@ -135,7 +135,7 @@ def test_small_data_of_a_user_are_compared(options: tuple[str, ...], tmp_path: P
 
 
 def test_a_training_that_depends_on_its_forward_passes_cannot_be_compared(tmp_path: Path) -> None:
-    own = (*MODEL[:-1], "+model.options.kind=counting,dropping", "trusted_packages=[odd_models]")
+    own = (*MODEL[:-1], "+model.options.kind=counting,dropping,dropping_in_object", "trusted_packages=[odd_models]")
     env = {"PYTHONPATH": str(HELPERS)}
     swept = run_distexp(
         *("verify", "--quick", "--json", "--multirun", "strategy=ddp", "cluster.device=cpu", "dataset.max_length=32"),
@@ -145,8 +145,8 @@ def test_a_training_that_depends_on_its_forward_passes_cannot_be_compared(tmp_pa
     )
     assert swept.returncode == 2, swept.stdout[-2000:] + swept.stderr
     found = json.loads(swept.stdout)
-    assert [each["status"] for each in found] == ["not comparable"] * 2
-    for each, kind in zip(found, ("Counting", "Dropping"), strict=True):
+    assert [each["status"] for each in found] == ["not comparable"] * 3
+    for each, kind in zip(found, ("Counting", "Dropping", "DroppingInObject"), strict=True):
         assert f"{kind} has other outputs in a second forward pass of a batch in training, by " in each["reasons"][0]
 
 

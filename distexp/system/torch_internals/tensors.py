@@ -366,8 +366,8 @@ def parallel_random_fills() -> Iterator[None]:
     """Fill large tensors on the CPU with random numbers on all cores, and only the last time, during the block.
 
     A module fills its weights when it is made, and most models then fill them again. On one core, both together take
-    10 to 17 s per billion. The values depend on torch's default generator, and not on the cores. NumPy must not read
-    such a tensor inside of the block.
+    10 to 17 s per billion. The values depend on torch's default generator, and not on the cores. Inside of the block,
+    NumPy, ``tolist`` and other threads must not read such a tensor.
     """
     mode = _RandomFills()
     with mode:
