@@ -63,6 +63,7 @@ test-all: $(VENV)/.test
 test-release: $(VENV)/.test
 	$(PYTEST) -m release $(TESTS)
 
+# The versions of torch and torchvision are the lowest ones of pyproject.toml. They come first, for the build of DeepSpeed.
 OLDEST := .venv-oldest
 $(OLDEST)/.test: $(VENV)/.uv pyproject.toml
 	$(UV) venv --quiet --clear --python $(BIN)/python $(OLDEST)

@@ -340,11 +340,14 @@ def prune_unneeded(candidates: Sequence[Candidate], objective: Objective) -> Non
     for waiting in (candidate for candidate in candidates if candidate.is_waiting):
         plain = tuple(text for text in waiting.family if not text.startswith(f"{CHECKPOINTING}="))
         for other in completed:
-            shown = f"{' '.join(other.overrides)} fits"
+            slower = ""
             if waiting.offloads and not other.offloads and waiting.workers == other.workers:
-                waiting.prune(f"offloading is slower, and not needed: {shown}")
+                slower = "offloading"
             elif waiting.checkpoints and other.family == plain and waiting.micro_batch <= other.micro_batch:
-                waiting.prune(f"checkpointing is slower, and not needed: {shown}")
+                slower = "checkpointing"
+            if slower:
+                waiting.prune(f"{slower} is slower, and not needed: {' '.join(other.overrides)} fits")
+                break
 
 
 def prune_by_common_error(candidates: Sequence[Candidate]) -> None:
