@@ -29,6 +29,7 @@ from random import Random
 from shutil import rmtree
 from typing import Any
 
+from benchmarks.tables import markdown
 from distexp.choose.candidate import CHECKPOINTING, MICRO_BATCH, Candidate, Objective, Status, Trial, rules_for
 from distexp.choose.ranking import PlannedTrial, SearchResult
 from distexp.choose.search import search
@@ -336,16 +337,15 @@ def _rounded(value: float | None) -> float | None:
     return None if value is None else float(f"{value:.5g}")
 
 
-def print_replays(path: Path, limits_gb: Sequence[float | None]) -> None:
-    """Print a table of the replays of all cells. A limit is in GiB."""
-    print(f"| {' | '.join(REPLAY_HEADER)} |")
-    print(f"| {' | '.join('---' if name in ('cell', 'winner') else '---:' for name in REPLAY_HEADER)} |")
+def replay_table(path: Path, limits_gb: Sequence[float | None]) -> str:
+    """Return a table of the replays of all cells. A limit is in GiB."""
+    rows = []
     for cell in read_cells(path):
         for limit in limits_gb or [None]:
             found = replay(cell, limit)
             shown = ["nothing fits", *[""] * 6] if found is None else _replay_values(cell, found)
-            limited = "-" if limit is None else f"{limit:g} GiB"
-            print(f"| {' | '.join([cell.name, str(cell.gpus), limited, *shown])} |")
+            rows.append([cell.name, str(cell.gpus), "-" if limit is None else f"{limit:g} GiB", *shown])
+    return markdown(REPLAY_HEADER, rows, text=(0, REPLAY_HEADER.index("winner")))
 
 
 REPLAY_HEADER = (
@@ -364,8 +364,8 @@ def _replay_values(cell: SweepCell, found: Replay) -> list[str]:
         f"{found.fitting} of {len(cell.candidates)}{planned}",
         f"`{' '.join(named)}`",
         speed,
-        f"{found.regret:.1%}",
-        f"{found.share:.1%}",
+        f"{100 * found.regret:.1f} %",
+        f"{100 * found.share:.1f} %",
         str(found.trials),
         str(found.out_of_memory),
     ]
@@ -379,7 +379,7 @@ def main(arguments: Sequence[str]) -> None:
         case ["sweep", path, name, gpus, *overrides]:
             sweep(Path(path), name, int(gpus), 10, overrides)
         case ["replay", path, *limits]:
-            print_replays(Path(path), [float(limit) for limit in limits])
+            print(replay_table(Path(path), [float(limit) for limit in limits]), end="")
         case _:
             sys.exit(__doc__)
 

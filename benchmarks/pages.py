@@ -15,6 +15,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks import forecast
+from benchmarks.choose import replay_table
 from benchmarks.measurement import REPOSITORY
 from benchmarks.speed import read_results
 from benchmarks.tables import MISSING, all_rows, markdown
@@ -288,6 +289,10 @@ def _forecast_table(name: str) -> str:
     return forecast.table(rows, len(rows)).partition("\n\n")[0] + "\n"
 
 
+def _replayed(name: str) -> str:
+    return replay_table(RESULTS / name, (24.0, 40.0, 80.0))
+
+
 def _all_files(pattern: str, *makers: Callable[[str], str]) -> dict[str, str]:
     names = [path.name for path in sorted(RESULTS.glob(pattern))]
     return {f"{make.__name__} {name}": make(name) for name in names for make in makers}
@@ -313,7 +318,11 @@ TABLES: dict[str, dict[str, tuple[Callable[[str], str], str]]] = {
         "proofs": (proofs_table, "verify_parallel_h200.json"),
     },
     "forecast.md": {"two GPUs": (_forecast_table, "forecast_two_h200.json")},
-    "choose.md": {"OPT": (search_table, "search_opt_h200.json")},
+    "choose.md": {
+        "OPT and Gemma, replayed": (_replayed, "choose_opt_gemma.json"),
+        "OPT": (search_table, "search_opt_h200.json"),
+        "Gemma": (search_table, "search_gemma_h200.json"),
+    },
 }
 """How the tables of a page are made, by their titles, and from which file. The other pages have one for each file."""
 

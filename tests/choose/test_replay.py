@@ -20,8 +20,8 @@ REGRET, SHARE, COMPLETED = 0.05, 0.25, 0.95
 FEW_TRIALS = 6
 """Most trials of any search, also in a part of a sweep of 20 to 24 candidates."""
 
-EQUAL_FAMILIES, SHARE_OF_EQUAL, TRIALS_OF_EQUAL = ("gpt_neox_1b", 2), 0.3, 7
-"""All five strategies of this sweep are within 3 %. A search tries each of them, and repeats two."""
+SHARE_OF_EQUAL, TRIALS_OF_EQUAL = {("gpt_neox_1b", 2): 0.3, ("OPT", 2): 0.4, ("GEMMA", 2): 0.4}, 7
+"""Three to five strategies of these sweeps of 20 candidates are within 4 %. A search tries all five, and repeats two."""
 
 CPU_REGRET, CPU_SHARE = 0.1, 0.75
 """Equal runs on a busy CPU differ by more than 5 %. Its sweep has only six candidates, of which a search tries most."""
@@ -96,8 +96,8 @@ def test_searches_of_committed_sweeps_are_near_the_best(path: Path) -> None:
                 continue
             assert found.regret <= (REGRET if on_gpus else CPU_REGRET), (cell.name, cell.gpus, limit)
             # A part of a sweep makes the share too large: the search needs as many trials if more is measured.
-            equal = (cell.name, cell.gpus) == EQUAL_FAMILIES
-            share = (SHARE_OF_EQUAL if equal else SHARE) if on_gpus else CPU_SHARE
+            equal = (cell.name, cell.gpus) in SHARE_OF_EQUAL
+            share = SHARE_OF_EQUAL.get((cell.name, cell.gpus), SHARE) if on_gpus else CPU_SHARE
             assert cell.planned is not None or found.share <= share, (cell.name, cell.gpus, limit)
             assert found.trials <= (TRIALS_OF_EQUAL if equal else FEW_TRIALS)
             assert found.out_of_memory <= (1 - COMPLETED) * found.trials, (cell.name, cell.gpus, limit)
