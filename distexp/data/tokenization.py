@@ -14,7 +14,7 @@ import tokenizers
 from numpy.typing import NDArray
 
 from distexp.config import ConfigError, ModelConfig
-from distexp.config.model_checks import loads_from_source, weights_source
+from distexp.config.model_checks import TEXT, architecture_of, loads_from_source, names_source, weights_source
 from distexp.exceptions import first_line
 from distexp.system.cache_dir import build_once, cache_dir, offline_if_unreachable
 
@@ -177,16 +177,24 @@ def load_tokenizer(model: ModelConfig, texts: Iterable[str]) -> Tokenizer:
         name = weights_source(model) if loads_from_source(model) else "byte"
     if name == "byte" or name is None:
         special = (PAD, EOS, MASK) if model.task == "masked_lm" else (PAD, EOS)
-        return train_byte_tokenizer(texts, model.vocab_size or DEFAULT_VOCAB_SIZE, special)
+        return train_byte_tokenizer(texts, model.vocab_size or min(DEFAULT_VOCAB_SIZE, _embeddings(model)), special)
     return HuggingFaceTokenizer(name)
+
+
+def _embeddings(model: ModelConfig) -> int:
+    """Return the vocabulary in the config.json of a model; ``DEFAULT_VOCAB_SIZE`` if none names one."""
+    found = architecture_of(model) if names_source(model) else {}
+    text = found.get(TEXT)
+    size = found.get("vocab_size") or (text.get("vocab_size") if isinstance(text, dict) else None)
+    return size if isinstance(size, int) else DEFAULT_VOCAB_SIZE
 
 
 def train_byte_tokenizer(texts: Iterable[str], max_size: int, special: tuple[str, ...] = (PAD, EOS)) -> ByteTokenizer:
     """Train a byte-level BPE of at most ``max_size`` entries, or read it. Raise ConfigError if that is too small."""
     if max_size < (least := 256 + len(special)):
         raise ConfigError(
-            f"model.vocab_size={max_size} is too small for model.tokenizer=byte, which has all 256 bytes and "
-            f"{len(special)} special tokens: set at least {least}"
+            f"a vocabulary of {max_size} is too small for model.tokenizer=byte, which has all 256 bytes and "
+            f"{len(special)} special tokens: set model.vocab_size, or that of config.json, to at least {least}"
         )
     corpus = list(texts)
     digest = _digest("\x1e".join(corpus))

@@ -96,7 +96,7 @@ def test_a_trained_tokenizer_is_cached(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_too_small_a_vocabulary_is_refused() -> None:
-    message = r"model.vocab_size=257 is too small for model.tokenizer=byte.*set at least 258"
+    message = r"a vocabulary of 257 is too small for model.tokenizer=byte.*to at least 258"
     with pytest.raises(ConfigError, match=message):
         load_tokenizer(replace(TEXT_MODEL, vocab_size=257), CORPUS)
 

@@ -275,6 +275,16 @@ def test_a_folder_without_a_tokenizer_is_a_config_error(name: str, tmp_path: Pat
         load_tokenizer(model, [])
 
 
+@pytest.mark.parametrize("section", [None, "text_config"])
+def test_a_byte_tokenizer_is_not_larger_than_the_vocabulary(section: str | None, tmp_path: Path) -> None:
+    sizes = {"vocab_size": 300}
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "llama", **({section: sizes} if section else sizes)})
+    )
+    model = resolve_cell("model=hf", f"model.name={tmp_path}", "model.tokenizer=byte").model
+    assert load_tokenizer(model, [f"{number * 7919:x}" for number in range(3000)]).size == 300
+
+
 def test_a_tokenizer_must_fit_into_the_embedding(tmp_path: Path) -> None:
     save_model(tmp_path, LLAMA)
     with pytest.raises(ConfigError, match=r"the tokenizer has 321 entries, more than the 320 embeddings of model.name"):
