@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from distexp.config import ConfigError
+from distexp.models.dropout import dropout_rates
 
 EPS = 2.0**-23  # relative distance of two numbers in fp32
 Tensors = dict[str, Tensor]  # by the name of the parameter or the buffer before the model was distributed
@@ -46,10 +47,12 @@ def check_repeats(model: nn.Module, floor: float) -> None:
         pairs = zip(_results(outputs), _results(again), strict=False)
         error = max((_change(first, second) for first, second in pairs), default=0.0)
         if error > floor:
+            key = next((f", by model.options.{name}=0" for name in dropout_rates(module)), "")
             raise ConfigError(
                 f"{type(module).__name__} has other outputs in a second forward pass of a batch in training, by "
                 f"{error:.0e} of the largest: it draws random numbers (such as dropout by a function), or its buffers "
-                "change what it computes. Such a training depends on the number of workers by design: switch that off"
+                "change what it computes. Such a training depends on the number of workers by design: "
+                f"switch that off{key}"
             )
 
     handle = model.register_forward_hook(repeat, with_kwargs=True)

@@ -21,7 +21,7 @@ FEW_TRIALS = 6
 """Most trials of any search, also in a part of a sweep of 20 to 24 candidates."""
 
 SHARE_OF_EQUAL, TRIALS_OF_EQUAL = {("gpt_neox_1b", 2): 0.3, ("OPT", 2): 0.4, ("GEMMA", 2): 0.4}, 7
-"""Three to five strategies of these sweeps of 20 candidates are within 4 %. A search tries all five, and repeats two."""
+"""Three to five strategies of these sweeps of 20 candidates are within 4 %. A search tries all, and repeats two."""
 
 CPU_REGRET, CPU_SHARE = 0.1, 0.75
 """Equal runs on a busy CPU differ by more than 5 %. Its sweep has only six candidates, of which a search tries most."""

@@ -16,6 +16,7 @@ from distexp.config.custom_code import locate
 from distexp.models import hf
 from distexp.models.dropout import check_layerdrop, largest_dropout
 from distexp.models.task_models import build_torchvision
+from distexp.verify.arithmetic import check_repeats
 from tests.helpers.runs import resolve_cell
 
 
@@ -104,6 +105,19 @@ def test_rates_of_stages_are_set_and_those_of_an_evaluation_stay(tmp_path: Path)
     assert found["cvt"].config.drop_path_rate == [0, 0, 0]
     assert largest_dropout(found["cvt"]) == 0
     assert found["phimoe"].config.router_jitter_noise == 0.01
+
+
+def test_verify_names_the_rate_that_stays() -> None:
+    from transformers import PhimoeConfig, PhimoeForCausalLM
+
+    config = PhimoeConfig(
+        **{"vocab_size": 32, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1},
+        **{"num_local_experts": 4, "num_attention_heads": 2, "num_key_value_heads": 2},
+    )
+    model = PhimoeForCausalLM(config)
+    check_repeats(model, 1e-6)
+    with pytest.raises(ConfigError, match=r"switch that off, by model.options.router_jitter_noise=0$"):
+        model(torch.randint(32, (64, 64)))
 
 
 def test_a_rate_that_is_an_integer_and_those_of_all_parts_are_set(tmp_path: Path) -> None:
