@@ -532,6 +532,10 @@ def test_classes_may_have_names_of_splits(classes: tuple[str, ...], tmp_path: Pa
         ),
         (("a/1.png", "a/2.png"), "has only the class folder a, but two or more are needed"),
         (("Test/a/1.png", "Test/b/1.png"), "the folders Test of .* would be the classes, but .* are those of splits"),
+        (
+            ("extra/1.png", "test/1.png", "train/1.png"),
+            "the folders extra, test, train of .* use .* FOLDER/train/CLASS",
+        ),
         (("test_set/a/1.png", "training_set/a/1.png"), "test_set, training_set of .*: use .* FOLDER/train/CLASS"),
         (("a/1.png", "b/1.png", "b/broken.jpg"), r"b/broken.jpg is not an image .*; 1 of \d images are broken"),
         (("wnids.txt",), "use dataset=tinyimagenet dataset.root="),

@@ -190,11 +190,13 @@ def _split_folder(root: Path, *splits: frozenset[str]) -> Path | None:
 
 
 def _refuse_splits_as_classes(root: Path, classes: tuple[str, ...]) -> None:
-    """Raise ConfigError if the class folders are splits, as train_set and test_set, dev and test, or val alone."""
+    """Raise ConfigError if the class folders are splits, as train, val and others, dev and test, or val alone."""
     known = TRAIN_WORDS, frozenset[str]().union(*SPLIT_WORDS.values())
     found = [[name for name in classes if words_of(name) & words] for words in known]
     are_splits = all(words_of(name) - {""} <= known[0] | known[1] for name in classes)
-    if len(found[0]) + len(found[1]) == len(classes) and (len(classes) == 1 or all(found) or are_splits):
+    has_both = all(any(name.lower() in words for name in classes) for words in known)
+    only_splits = len(found[0]) + len(found[1]) == len(classes) and (len(classes) == 1 or all(found) or are_splits)
+    if has_both or only_splits:
         train, *others = [*found[0], *found[1]]
         paths = [f"dataset.path={root / train}", *(f"dataset.eval_path={root / name}" for name in others[-1:])]
         raise ConfigError(
