@@ -98,8 +98,10 @@ def _config_of(values: dict[str, Any]) -> Any:
     kind = values.pop(MODEL_TYPE)
     try:
         config = AutoConfig.for_model(kind)
-        if unknown := sorted(set(values) - {*config.to_dict(), "rope_theta"}):
-            raise _unknown_option(unknown[0], config, f"model.options.{MODEL_TYPE}={kind}")
+        where = f"model.options.{MODEL_TYPE}={kind}"
+        if unknown := sorted(set(values) - {*config.to_dict(), *OLD_NAMES}):
+            raise _unknown_option(unknown[0], config, where)
+        _check_parts(config, values, where)
         return AutoConfig.for_model(kind, **_fit_numbers(config, values))
     except ConfigError:
         raise
@@ -126,10 +128,27 @@ def _reason(error: Exception) -> str:
     return re.sub(r"^\w+Error: ", "", re.sub(r"<class '(\w+)'>", r"\1", reason))
 
 
-def _unknown_option(name: str, config: Any, where: str) -> ConfigError:
+def _check_parts(config: Any, changes: Mapping[str, Any], where: str, prefix: str = "") -> None:
+    """Raise ConfigError if a change of a part of a configuration, such as ``text_config``, has an unknown name."""
+    for name, value in changes.items():
+        part: Any = getattr(config, name, None)
+        if not isinstance(value, Mapping) or not hasattr(part, "sub_configs"):
+            continue
+        if value.get(MODEL_TYPE, part.model_type) != part.model_type:
+            continue  # another kind of part, with other names
+        if wrong := sorted(key for key in value if not hasattr(part, key) and key not in OLD_NAMES):
+            raise _unknown_option(wrong[0], part, f"{prefix}{name} of {where}", f"{prefix}{name}.")
+        _check_parts(part, value, where, f"{prefix}{name}.")
+
+
+OLD_NAMES = {"rope_theta", "rope_scaling", "torch_dtype"}
+"""Names that transformers reads and stores as others."""
+
+
+def _unknown_option(name: str, config: Any, where: str, prefix: str = "") -> ConfigError:
     known = get_close_matches(name, config.to_dict(), n=3, cutoff=0.4) or ["one of its keys"]
     return ConfigError(
-        f"model.options.{name} is not a value of the config.json of {where} ({config.model_type}): use "
+        f"model.options.{prefix}{name} is not a value of the config.json of {where} ({config.model_type}): use "
         f"{', '.join(known)}, or leave it out"
     )
 
@@ -185,6 +204,8 @@ def read_config(key: str, source: str, changes: Mapping[str, Any] | None = None)
         ) from error
     if wrong := sorted(set(unknown) & set(changes or {})):
         raise _unknown_option(wrong[0], config, f"{key}={source}")
+    if any(isinstance(value, Mapping) for value in (changes or {}).values()):
+        _check_parts(load()[0], changes or {}, f"{key}={source}")
     return config
 
 
