@@ -98,10 +98,8 @@ def _config_of(values: dict[str, Any]) -> Any:
     kind = values.pop(MODEL_TYPE)
     try:
         config = AutoConfig.for_model(kind)
-        where = f"model.options.{MODEL_TYPE}={kind}"
-        if unknown := sorted(set(values) - {*config.to_dict(), *OLD_NAMES}):
-            raise _unknown_option(unknown[0], config, where)
-        _check_parts(config, values, where)
+        if unknown := sorted(set(values) - {*config.to_dict(), "rope_theta"}):
+            raise _unknown_option(unknown[0], config, f"model.options.{MODEL_TYPE}={kind}")
         return AutoConfig.for_model(kind, **_fit_numbers(config, values))
     except ConfigError:
         raise

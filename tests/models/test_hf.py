@@ -275,6 +275,14 @@ def test_a_folder_without_a_tokenizer_is_a_config_error(name: str, tmp_path: Pat
         load_tokenizer(model, [])
 
 
+def test_the_names_of_a_part_are_checked(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "gemma3"}')
+    sizes = {"hidden_size": 64, "rope_theta": 10_000.0}
+    assert hf.read_config("model.name", str(tmp_path), {"text_config": sizes}).text_config.hidden_size == 64
+    with pytest.raises(ConfigError, match=r"^model.options.text_config.hiden_size is not .*: use hidden_size, "):
+        hf.read_config("model.name", str(tmp_path), {"text_config": {"hiden_size": 64}})
+
+
 @pytest.mark.parametrize("section", [None, "text_config"])
 def test_a_byte_tokenizer_is_not_larger_than_the_vocabulary(section: str | None, tmp_path: Path) -> None:
     sizes = {"vocab_size": 300}

@@ -194,7 +194,7 @@ def _refuse_splits_as_classes(root: Path, classes: tuple[str, ...]) -> None:
     known = TRAIN_WORDS, frozenset[str]().union(*SPLIT_WORDS.values())
     found = [[name for name in classes if words_of(name) & words] for words in known]
     are_splits = all(words_of(name) - {""} <= known[0] | known[1] for name in classes)
-    has_both = all(any(name.lower() in words for name in classes) for words in known)
+    has_both = all(any(name.lower() in names for name in classes) for names in known)
     only_splits = len(found[0]) + len(found[1]) == len(classes) and (len(classes) == 1 or all(found) or are_splits)
     if has_both or only_splits:
         train, *others = [*found[0], *found[1]]
