@@ -35,3 +35,10 @@ def restore_rng(saved: dict[str, Any], device: torch.device) -> None:
     torch.set_rng_state(saved["torch"])
     if device.type == "cuda" and saved["cuda"] is not None:
         torch.cuda.set_rng_state(saved["cuda"], device)
+
+
+def equal_states(first: dict[str, Any], second: dict[str, Any]) -> bool:
+    """Return whether two results of ``rng_state`` are equal: whether no random number was drawn between them."""
+    tensors = [pair for kind in ("torch", "cuda") if (pair := (first[kind], second[kind]))[0] is not None]
+    others = all(first[kind] == second[kind] for kind in ("python", "numpy"))
+    return others and all(torch.equal(*pair) for pair in tensors)

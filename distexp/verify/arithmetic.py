@@ -8,10 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from distexp.config import ConfigError
+from distexp.exceptions import first_line
 from distexp.models.dropout import dropout_rates
+from distexp.system.seeding import equal_states, restore_rng, rng_state
 
 EPS = 2.0**-23  # relative distance of two numbers in fp32
 Tensors = dict[str, Tensor]  # by the name of the parameter or the buffer before the model was distributed
@@ -30,23 +32,41 @@ def largest(tensor: Tensor) -> float:
     return tensor.abs().max().item() if tensor.numel() else 0.0
 
 
-def check_repeats(model: nn.Module, floor: float) -> None:
-    """Let the first forward pass of a training raise ConfigError if a second one of the batch has other results.
+PASSES = 16
+"""Repetitions of a forward pass that draws random numbers. One may draw the same, such as which layers to skip."""
 
-    Such a training depends on how many micro-batches a step has, so no bound follows from the noise run.
+
+class RepeatCheck:
+    """Check of the forward passes of a training: one raises ConfigError if repetitions of it have other results.
+
+    The first pass is repeated, and the first one that draws random numbers. Such a training depends on how many
+    micro-batches a step has, so no bound follows from the noise run.
     """
 
-    def repeat(module: nn.Module, arguments: Any, options: Any, outputs: Any) -> None:
-        if not module.training:
+    def __init__(self, model: nn.Module, floor: float, device: torch.device) -> None:
+        self.floor, self.device = floor, device
+        self._is_first, self._draws, self._is_repeating = True, False, False
+        self._given: Any = None  # the inputs, which a forward pass may change, and the random states before it
+        model.register_forward_pre_hook(self._before, with_kwargs=True)
+        model.register_forward_hook(self._after, with_kwargs=True)
+
+    def _before(self, module: nn.Module, *inputs: Any) -> None:
+        if module.training and not self._is_repeating:
+            self._given = _copied(inputs), rng_state(self.device)
+
+    def _after(self, module: nn.Module, *given: Any) -> None:
+        if not module.training or self._is_repeating:
             return
-        handle.remove()
-        copies = {name: buffer.clone() for name, buffer in module.named_buffers()}
-        devices = sorted({each.device.index or 0 for each in module.parameters() if each.is_cuda})
-        with torch.no_grad(), torch.random.fork_rng(devices=devices):
-            again = torch.func.functional_call(module, copies, arguments, options)
-        pairs = zip(_results(outputs), _results(again), strict=False)
-        error = max((_change(first, second) for first, second in pairs), default=0.0)
-        if error > floor:
+        (inputs, before), after, outputs = self._given, rng_state(self.device), given[-1]
+        draws = not self._draws and not equal_states(before, after)
+        passes = PASSES if draws else int(self._is_first)
+        self._is_first, self._draws, self._is_repeating = False, self._draws or draws, True
+        try:
+            error = max((self._repeat(module, inputs, outputs) for _ in range(passes)), default=0.0)
+        finally:
+            self._is_repeating = False
+            restore_rng(after, self.device)
+        if error > self.floor:
             key = next((f", by model.options.{name}=0" for name in dropout_rates(module)), "")
             raise ConfigError(
                 f"{type(module).__name__} has other outputs in a second forward pass of a batch in training, by "
@@ -55,7 +75,21 @@ def check_repeats(model: nn.Module, floor: float) -> None:
                 f"switch that off{key}"
             )
 
-    handle = model.register_forward_hook(repeat, with_kwargs=True)
+    def _repeat(self, module: nn.Module, inputs: Any, outputs: Any) -> float:
+        """Return how much the outputs of a repetition differ, which leaves the buffers as they are."""
+        copies = {name: buffer.clone() for name, buffer in module.named_buffers()}
+        arguments, options = _copied(inputs)
+        try:
+            again = torch.func.functional_call(module, copies, arguments, options)
+        except Exception as error:  # any: a model may allow one forward pass before each backward pass
+            print(f"note: not checked whether {type(module).__name__} repeats: {first_line(error)}", flush=True)
+            return 0.0
+        pairs = zip(_results(outputs), _results(again), strict=False)
+        return max((_change(first, second) for first, second in pairs), default=0.0)
+
+
+def _copied(inputs: Any) -> Any:
+    return tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, inputs)
 
 
 def _results(outputs: Any) -> list[Tensor]:

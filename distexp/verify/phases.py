@@ -219,6 +219,8 @@ def phase_overrides(phase: Phase, config: Config) -> list[str]:
 def _chooses_strategy(override: str) -> bool:
     """Return whether an override is about the strategy, the trainer or the kernels of the variant."""
     own = {"strategy", "parallel", "engine", "offload", *strategy_groups(), *strategy_sections()}
+    if override.lstrip("+") == "train.loss=own":  # an objective, not a kernel
+        return False
     return (key := key_of(override)).partition(".")[0] in own or key in speed_references()
 
 

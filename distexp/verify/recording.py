@@ -29,7 +29,7 @@ from distexp.system.environment_variables import captured_environment, select_ar
 from distexp.system.files import write_json
 from distexp.training.inputs import StepPlan
 from distexp.training.metrics_logger import Evaluation, MetricsLogger
-from distexp.verify.arithmetic import Tensors, check_repeats
+from distexp.verify.arithmetic import RepeatCheck, Tensors
 from distexp.verify.comparison import FLOOR, TENSORS, rank_file
 from distexp.verify.phases import RunSettings
 from distexp.worker.rank import describe_arithmetic
@@ -247,7 +247,7 @@ class Recorder(Watcher):
             kind = type(self.reader.module).__name__
             raise ConfigError(f"{kind} has {name}={rate:g}, and each worker draws other random numbers: set it to 0")
         if self.settings.role == "reference":
-            check_repeats(self.reader.module, FLOOR[self.settings.precision])
+            RepeatCheck(self.reader.module, FLOOR[self.settings.precision], self.context.device)
         inner = innermost_optimizer(optimizer)
         if isinstance(inner, torch.optim.Optimizer):  # The Trainer of transformers resets the rate after the update.
             inner.register_step_pre_hook(self._keep_rates)

@@ -84,10 +84,12 @@ class Group:
     _since: float = 0.0  # when the current run started
 
     def run_until(self, needed: Sequence[str]) -> None:
-        """Train runs until some of this group have ended."""
+        """Train runs until some of this group have ended, or one that they are compared with has failed."""
         waiting = set(needed) & set(self.runs)
         self.start()
         while waiting - set(self.runs[: self._done]) and not self.poll():
+            if any(Path(run, ERROR).exists() for run in needed if run not in waiting):
+                return
             time.sleep(POLL_S)
 
     def start(self) -> None:

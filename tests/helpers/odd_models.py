@@ -251,8 +251,30 @@ class DroppingInObject(Dropping):
         return SimpleNamespace(logits=torch.cat([logits[..., :-1], torch.full_like(logits[..., -1:], -inf)], dim=-1))
 
 
-UNREPEATABLE = {"counting": Counting, "dropping": Dropping, "dropping_in_object": DroppingInObject}
-"""Models whose second forward pass of a batch has other outputs."""
+class Skipping(Plain):
+    """It seldom skips the block."""
+
+    def body(self, hidden: Tensor, tokens: Tensor) -> Tensor:
+        return hidden if self.training and torch.rand(()) < 0.2 else super().body(hidden, tokens)
+
+
+UNREPEATABLE = {
+    "counting": Counting,
+    "dropping": Dropping,
+    "dropping_in_object": DroppingInObject,
+    "skipping": Skipping,
+}
+"""Models whose further forward passes of a batch have other outputs."""
+
+
+class InPlace(Plain):
+    """It changes its inputs, and draws numbers that it does not use, as OPT without layer drop."""
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Any:
+        torch.rand(())
+        input_ids.copy_((input_ids + 1) % self.embedding.num_embeddings)
+        return super().forward(input_ids, attention_mask)
+
 
 KINDS = {
     **{
@@ -270,4 +292,4 @@ KINDS = {
 
 def build(model: ModelConfig, num_classes: int) -> nn.Module:
     """Build the model."""
-    return {**KINDS, **UNREPEATABLE}[model.options["kind"]](num_classes)
+    return {**KINDS, **UNREPEATABLE, "in_place": InPlace}[model.options["kind"]](num_classes)

@@ -16,7 +16,7 @@ from distexp.config.custom_code import locate
 from distexp.models import hf
 from distexp.models.dropout import check_layerdrop, largest_dropout
 from distexp.models.task_models import build_torchvision
-from distexp.verify.arithmetic import check_repeats
+from distexp.verify.arithmetic import RepeatCheck
 from tests.helpers.runs import resolve_cell
 
 
@@ -115,7 +115,7 @@ def test_verify_names_the_rate_that_stays() -> None:
         **{"num_local_experts": 4, "num_attention_heads": 2, "num_key_value_heads": 2},
     )
     model = PhimoeForCausalLM(config)
-    check_repeats(model, 1e-6)
+    RepeatCheck(model, 1e-6, torch.device("cpu"))
     with pytest.raises(ConfigError, match=r"switch that off, by model.options.router_jitter_noise=0$"):
         model(torch.randint(32, (64, 64)))
 

@@ -134,20 +134,28 @@ def test_small_data_of_a_user_are_compared(options: tuple[str, ...], tmp_path: P
     assert {phase["status"] for phase in json.loads(done.stdout)[0]["phases"]} == {"equal"}
 
 
-def test_a_training_that_depends_on_its_forward_passes_cannot_be_compared(tmp_path: Path) -> None:
-    own = (*MODEL[:-1], "+model.options.kind=counting,dropping,dropping_in_object", "trusted_packages=[odd_models]")
+ODD = (*MODEL[:-1], "trusted_packages=[odd_models]", "strategy=ddp", "cluster.device=cpu", "dataset.max_length=32")
+
+
+def test_a_training_that_draws_random_numbers_or_counts_cannot_be_compared(tmp_path: Path) -> None:
+    own = "+model.options.kind=counting,dropping,dropping_in_object,skipping"
     env = {"PYTHONPATH": str(HELPERS)}
-    swept = run_distexp(
-        *("verify", "--quick", "--json", "--multirun", "strategy=ddp", "cluster.device=cpu", "dataset.max_length=32"),
-        *own,
-        cwd=tmp_path,
-        env=env,
-    )
+    swept = run_distexp("verify", "--quick", "--json", "--multirun", *ODD, own, cwd=tmp_path, env=env)
     assert swept.returncode == 2, swept.stdout[-2000:] + swept.stderr
     found = json.loads(swept.stdout)
-    assert [each["status"] for each in found] == ["not comparable"] * 3
-    for each, kind in zip(found, ("Counting", "Dropping", "DroppingInObject"), strict=True):
+    assert [each["status"] for each in found] == ["not comparable"] * 4
+    for each, kind in zip(found, ("Counting", "Dropping", "DroppingInObject", "Skipping"), strict=True):
         assert f"{kind} has other outputs in a second forward pass of a batch in training, by " in each["reasons"][0]
+
+
+def test_a_model_that_changes_its_inputs_or_has_an_own_loss_is_compared(tmp_path: Path) -> None:
+    kind = "+model.options.kind"
+    cells = json.dumps([[f"{kind}=in_place"], [f"{kind}=loss", "train.loss=own"]])
+    env = {"PYTHONPATH": str(HELPERS)}
+    swept = run_distexp(
+        "verify", "--quick", "--json", "--multirun", *ODD, f"sweep.cells={cells}", cwd=tmp_path, env=env
+    )
+    assert swept.returncode == 0, swept.stdout[-2000:] + swept.stderr
 
 
 def test_workers_elsewhere_are_refused(tmp_path: Path) -> None:
