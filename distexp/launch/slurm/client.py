@@ -156,11 +156,16 @@ def _read_queue(arrays: Sequence[str]) -> dict[str, JobState]:
             if "Invalid job id" not in str(error):
                 raise UnreachableError(str(error)) from None
             continue  # the controller forgets jobs some time after their end
-        for line in output.splitlines():
-            array, index, state, reason, nodes, start = line.split("|")
+        for array, index, state, reason, nodes, start in _split_lines(output, fields=6, state=2):
             known_reason, known_start = "" if reason == "None" else reason, "" if start == "N/A" else start
             found[_job_id(array, index)] = JobState(state, known_reason, nodes, known_start)
     return found
+
+
+def _split_lines(output: str, *, fields: int, state: int) -> list[list[str]]:
+    """Return the fields of each line. Leave out lines of something else, such as warnings, which have no state."""
+    lines = (line.split("|") for line in output.splitlines())
+    return [parts for parts in lines if len(parts) == fields and parts[state].strip()]
 
 
 def _read_accounting(arrays: Sequence[str]) -> dict[str, JobState]:
@@ -172,8 +177,7 @@ def _read_accounting(arrays: Sequence[str]) -> dict[str, JobState]:
             output = run_command(command, QUERY_TIMEOUT_S)
         except SlurmError:
             return found
-        for line in output.splitlines():
-            job, state, nodes = line.split("|")
+        for job, state, nodes in _split_lines(output, fields=3, state=1):
             array, _, index = job.partition("_")
             name = state.split()[0]  # The state may be ``CANCELLED by 1000``.
             found[_job_id(array, index)] = JobState(name, "", "" if nodes == "None assigned" else nodes)

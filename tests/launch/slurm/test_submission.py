@@ -11,6 +11,7 @@ import pytest
 
 from distexp.cli.main import main
 from distexp.launch import run_dirs
+from distexp.launch.slurm import client
 from tests.helpers.fake_slurm import calls, fake_slurm
 from tests.helpers.records import record
 from tests.helpers.runs import TIMEOUT_S
@@ -103,6 +104,14 @@ def test_ctrl_c_while_waiting_prints_the_finished_runs_and_the_next_commands(tmp
         "The jobs continue. To follow them: distexp status",
         "To cancel them:               distexp cancel",
     ]
+
+
+def test_odd_lines_of_slurm_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    queue = "printf 'squeue: warning: old\\nodd | text\\n100|1||||\\n100|0|PENDING|Priority||N/A\\n'"
+    accounting = "printf '100_1||\\n\\nsacct: warning\\n100_1|CANCELLED by 7|n1\\n'"
+    monkeypatch.setenv("PATH", fake_slurm(tmp_path / "bin", squeue=queue, sacct=accounting)["PATH"])
+    found = client.query_jobs(["100_0", "100_1"])
+    assert {job: state.state for job, state in found.items()} == {"100_0": "PENDING", "100_1": "CANCELLED"}
 
 
 def test_a_repeated_cell_is_left_out_with_a_warning(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
