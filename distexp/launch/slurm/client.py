@@ -20,6 +20,9 @@ UNREACHABLE = re.compile(
 )
 """Error messages of Slurm's commands if the controller does not answer."""
 
+TIMED_OUT = re.compile(r"timed out|did not answer within", re.IGNORECASE)
+"""Those of a request that the controller may have received."""
+
 
 class SlurmError(Exception):
     """A Slurm command failed."""
@@ -29,16 +32,32 @@ class UnreachableError(SlurmError):
     """Slurm is not installed, or its controller does not answer."""
 
 
+class UnknownJobError(SlurmError):
+    """It is not known whether Slurm has the job of a submission."""
+
+
+SUBMITTED = re.compile(r"^(?:Submitted batch job )?(\d+)(?:;.*| on cluster .*)?\s*$", re.MULTILINE)
+"""What sbatch prints after a submission; the longer text if a wrapper of a site drops ``--parsable``."""
+
+
 def submit(script: Path) -> str:
-    """Submit an sbatch file and return the id of its array. Raise SlurmError with Slurm's message if it is refused."""
+    """Submit an sbatch file and return the id of its array.
+
+    Raise SlurmError with Slurm's message if it is refused, and UnknownJobError if the job may be in the queue.
+    """
     # If this command runs inside a job, sbatch must not inherit that job's resources.
     environment = {
         key: value for key, value in os.environ.items() if not key.startswith("SLURM_") or key == "SLURM_CONF"
     }
-    output = run_command(["sbatch", "--parsable", str(script)], SUBMIT_TIMEOUT_S, environment)
-    found = re.search(r"^(\d+)(;.*)?$", output, re.MULTILINE)
+    try:
+        output = run_command(["sbatch", "--parsable", str(script)], SUBMIT_TIMEOUT_S, environment)
+    except UnreachableError as error:
+        if TIMED_OUT.search(str(error)):  # The controller may have received the job.
+            raise UnknownJobError(str(error)) from None
+        raise
+    found = SUBMITTED.search(output)
     if found is None:
-        raise SlurmError(f"sbatch printed no job id: {output.strip()!r}")
+        raise UnknownJobError(f"sbatch printed no job id: {output.strip()!r}")
     return found.group(1)
 
 

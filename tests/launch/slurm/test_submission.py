@@ -106,6 +106,27 @@ def test_ctrl_c_while_waiting_prints_the_finished_runs_and_the_next_commands(tmp
     ]
 
 
+@pytest.mark.parametrize(
+    "text", ["7", "7;cluster", "Submitted batch job 7", "welcome\nSubmitted batch job 7 on cluster c"]
+)
+def test_the_job_is_known_from_every_text_of_sbatch(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", fake_slurm(tmp_path / "bin", sbatch=f"echo '{text}'; exit 0")["PATH"])
+    assert client.submit(tmp_path / "array0.sbatch") == "7"
+
+
+@pytest.mark.parametrize("odd", ["echo 'job sent'; exit 0", "echo 'sbatch: error: Socket timed out' >&2; exit 1"])
+def test_a_submission_without_a_known_job_is_not_a_refusal(
+    odd: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", fake_slurm(tmp_path / "bin", sbatch=odd)["PATH"])
+    sweep = tmp_path / "sweep"
+    assert main(["--multirun", "cluster=slurm", "cluster.wait=false", f"hydra.sweep.dir={sweep}"]) == 1
+    shown = "".join(capsys.readouterr())
+    assert "The job of array0 may be in the queue" in shown
+    assert f"squeue --me, and end it with scancel before distexp resume {sweep}\n" in shown
+    assert not (sweep / "0" / "record.json").exists()
+
+
 def test_odd_lines_of_slurm_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     queue = "printf 'squeue: warning: old\\nodd | text\\n100|1||||\\n100|0|PENDING|Priority||N/A\\n'"
     accounting = "printf '100_1||\\n\\nsacct: warning\\n100_1|CANCELLED by 7|n1\\n'"
