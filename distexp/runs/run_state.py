@@ -7,13 +7,26 @@ import signal
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from distexp.config.overrides import suggest_command
 from distexp.runs import attempts, texts
 from distexp.runs.events import phase_events_of
 from distexp.runs.record import ExistingRun, RunRecord
-from distexp.runs.run_dir import EVENTS, HEARTBEAT, METRICS, OPERATORS, RECORD, SPEC, STOP_REQUEST, memory_trace_paths
+from distexp.runs.run_dir import (
+    ATTEMPT_FILES,
+    COMMAND,
+    EVENTS,
+    HEARTBEAT,
+    METRICS,
+    OPERATORS,
+    RECORD,
+    SPEC,
+    STOP_REQUEST,
+    memory_trace_paths,
+)
 from distexp.system import files, typed_values
 
 ACTIVE = ("pending", "running", "ending", "unknown")
@@ -213,7 +226,14 @@ def _finished_state(run: ExistingRun) -> RunState:
 
 
 def _state_by_activity(run: ExistingRun) -> RunState:
-    """Return the state of a run without a launcher on this machine: the age of its files decides."""
+    """Return the state of a run without a launcher on this machine: the age of its files decides.
+
+    Without a file of an attempt it has not started, as after a submission that Slurm did not receive.
+    """
+    if not any((run.directory / name).exists() for name in (RECORD, *ATTEMPT_FILES)):
+        sweeps = (folder for folder in (run.directory, *run.directory.parents) if (folder / COMMAND).is_file())
+        hint = "".join(f": {suggest_command('resume', folder)}" for folder in islice(sweeps, 1))
+        return _state(run, "no record", f"not started{hint}")
     active_at = last_activity(run.directory)
     idle_s = time.time() - active_at
     if idle_s < MAX_IDLE_S and read_progress(run.directory).phase != "done":

@@ -117,6 +117,20 @@ def test_files_decide_without_a_launcher_on_this_machine(tmp_path: Path, content
     assert "last activity" in states(tmp_path)[0].reason
 
 
+@pytest.mark.parametrize(
+    ("file", "state"), [(None, "no record"), ("logs/node0/workers.log", "running"), ("memory/node0.csv", "running")]
+)
+def test_a_run_has_started_if_it_has_files_of_an_attempt(tmp_path: Path, file: str | None, state: str) -> None:
+    run = make_run(tmp_path, 0)
+    (run / EVENTS).unlink()
+    if file is not None:
+        (run / file).parent.mkdir(parents=True)
+        (run / file).touch()
+    found = states(tmp_path)[0]
+    assert found.state == state
+    assert found.reason == ("" if file else f"not started: distexp resume {tmp_path}")
+
+
 def test_a_run_started_by_hand_does_not_belong_to_an_earlier_launcher(tmp_path: Path) -> None:
     run = make_run(tmp_path, 0)
     with process_of("launcher", run):

@@ -124,7 +124,10 @@ def test_a_submission_without_a_known_job_is_not_a_refusal(
     shown = "".join(capsys.readouterr())
     assert "The job of array0 may be in the queue" in shown
     assert f"squeue --me, and end it with scancel before distexp resume {sweep}\n" in shown
-    assert not (sweep / "0" / "record.json").exists()
+    assert main(["status", str(sweep)]) == 0
+    assert f"no record  not started: distexp resume {sweep}\n" in capsys.readouterr().out
+    assert main(["cancel", str(sweep)]) == 0
+    assert capsys.readouterr().out == "0 runs cancelled\n"
 
 
 def test_odd_lines_of_slurm_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
