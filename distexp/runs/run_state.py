@@ -27,7 +27,7 @@ from distexp.runs.run_dir import (
     STOP_REQUEST,
     memory_trace_paths,
 )
-from distexp.system import files, typed_values
+from distexp.system import files, processes, typed_values
 
 ACTIVE = ("pending", "running", "ending", "unknown")
 
@@ -40,7 +40,7 @@ class RunState:
     directory: Path
     job: str | None  # the Slurm job as ARRAY_INDEX; None for a run that is not on Slurm
     state: str  # one of ACTIVE, "no record", or the status of the record
-    reason: str = ""  # why the run is waiting, or why it did not complete
+    reason: str = ""  # why the run is waiting, which of its processes is stopped, or why it did not complete
     nodes: str = ""  # Slurm's list of the job's nodes
     record: RunRecord | None = None  # the record of a run that has ended
 
@@ -195,7 +195,12 @@ def local_state(run: ExistingRun) -> RunState:
     if launcher is None or not launcher.is_local:
         return _state_by_activity(run)
     if launcher.is_alive:
-        return _state(run, "running")
+        parts = {"launcher": launcher, "agent": agent}.items()
+        stopped = (
+            (name, each.pid) for name, each in parts if each and each.is_alive and processes.is_stopped(each.pid)
+        )
+        hints = [f"its {name} (process {pid}) is stopped by a signal: kill -CONT {pid}" for name, pid in stopped]
+        return _state(run, "running", ", ".join(hints))
     if (run.directory / RECORD).exists():  # It is damaged, or was written since the run was read.
         return _finished_state(run)
     reason = f"its launcher (process {launcher.pid}) ended without a record"

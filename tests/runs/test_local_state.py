@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from distexp import cancel
+from distexp import cancel, status
 from distexp.runs import run_state
 from distexp.runs.attempts import read_agent_process, read_launcher_process, register_manual_attempt
 from distexp.runs.record_sections import RunInfo
@@ -96,6 +96,19 @@ def test_the_launcher_decides_whether_a_run_is_running(tmp_path: Path) -> None:
     found = states(tmp_path)[0]
     assert found.state == "no record"
     assert found.reason.startswith(f"{run}/record.json is not a JSON file")
+
+
+def test_a_stopped_process_of_a_running_run_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = make_run(tmp_path, 0)
+    with process_of("launcher", run), process_of("agent", run) as agent:
+        agent.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, agent.pid, os.WSTOPPED)
+        assert status.main([str(tmp_path)]) == 0
+        hint = f"its agent (process {agent.pid}) is stopped by a signal: kill -CONT {agent.pid}"
+        assert f"running  train, {hint}\n" in capsys.readouterr().out
+        agent.send_signal(signal.SIGCONT)
+        os.waitid(os.P_PID, agent.pid, os.WCONTINUED)
+        assert states(tmp_path)[0].reason == ""
 
 
 def test_another_process_with_the_same_id_is_not_the_launcher(tmp_path: Path) -> None:
