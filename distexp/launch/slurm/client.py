@@ -142,9 +142,13 @@ class JobState:
 def query_jobs(jobs: Iterable[str]) -> dict[str, JobState]:
     """Return the states of jobs from the queue, else from the accounting. Raise UnreachableError without an answer."""
     wanted = set(jobs)
-    found = _select(wanted, _read_queue(_array_ids(wanted)))
+    queue, printed = _read_queue(_array_ids(wanted))
+    found = _select(wanted, queue)
     missing = wanted - set(found)
-    return found | _select(missing, _read_accounting(_array_ids(missing)))
+    found |= _select(missing, _read_accounting(_array_ids(missing)))
+    if printed and not queue and found.keys() != wanted:  # It does not mean that a job has ended.
+        raise UnreachableError(f"squeue printed no state, but {printed!r}")
+    return found
 
 
 def _array_ids(jobs: set[str]) -> list[str]:
@@ -162,9 +166,12 @@ def _job_id(array: str, index: str) -> str:
     return f"{array}_{index}" if index.isdigit() else array
 
 
-def _read_queue(arrays: Sequence[str]) -> dict[str, JobState]:
-    """Return squeue's states by ARRAY_INDEX. Elements that squeue does not list separately are under ARRAY."""
-    found: dict[str, JobState] = {}
+def _read_queue(arrays: Sequence[str]) -> tuple[dict[str, JobState], str]:
+    """Return squeue's states by ARRAY_INDEX, and what it has printed last.
+
+    Elements that squeue does not list separately are under ARRAY.
+    """
+    found, printed = dict[str, JobState](), ""
     for chunk in chunk_ids(arrays):
         command = ["squeue", "-h", "-r", "-t", "all", "-j", ",".join(chunk), "-o", "%F|%K|%T|%r|%N|%S"]
         try:
@@ -175,10 +182,11 @@ def _read_queue(arrays: Sequence[str]) -> dict[str, JobState]:
             if "Invalid job id" not in str(error):
                 raise UnreachableError(str(error)) from None
             continue  # the controller forgets jobs some time after their end
+        printed = output.strip() or printed
         for array, index, state, reason, nodes, start in _split_lines(output, fields=6, state=2):
             known_reason, known_start = "" if reason == "None" else reason, "" if start == "N/A" else start
             found[_job_id(array, index)] = JobState(state, known_reason, nodes, known_start)
-    return found
+    return found, printed
 
 
 def _split_lines(output: str, *, fields: int, state: int) -> list[list[str]]:

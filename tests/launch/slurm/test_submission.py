@@ -136,6 +136,10 @@ def test_odd_lines_of_slurm_are_left_out(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setenv("PATH", fake_slurm(tmp_path / "bin", squeue=queue, sacct=accounting)["PATH"])
     found = client.query_jobs(["100_0", "100_1"])
     assert {job: state.state for job, state in found.items()} == {"100_0": "PENDING", "100_1": "CANCELLED"}
+    (tmp_path / "bin" / "squeue").write_text("#!/bin/sh\necho 'squeue: warning: old'\n")
+    assert client.query_jobs(["100_1"])["100_1"].state == "CANCELLED"
+    with pytest.raises(client.UnreachableError, match="squeue printed no state, but 'squeue: warning: old'"):
+        client.query_jobs(["100_0"])
 
 
 def test_a_repeated_cell_is_left_out_with_a_warning(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
