@@ -124,7 +124,8 @@ def count_states(runs: Sequence[RunState]) -> str:
 def state_detail(run: RunState) -> str:
     """Return why a run is waiting, how far it is, its results, or why it failed."""
     if run.state in ("running", "ending"):
-        return f"{read_progress(run.directory)}" + (f" on {run.nodes}" if run.nodes else "")
+        progress = f"{read_progress(run.directory)}" + (f" on {run.nodes}" if run.nodes else "")
+        return f"{progress}, {run.reason}" if run.reason else progress
     if run.record is not None and run.record.status == "completed":
         loss, speed = run.record.metrics.train_loss, run.record.metrics.train_samples_per_second
         parts = ["" if loss is None else f"train loss {loss:.4f}", "" if speed is None else f"{speed:,.1f} samples/s"]

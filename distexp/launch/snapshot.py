@@ -51,7 +51,7 @@ def take_snapshot(sweep_dir: Path, trusted: Sequence[str], warn: Callable[[str],
             warn(f"not copied for the jobs: {shown}")
         _copy(copied, folder, {"digest": digest, **asdict(git), "taken_at": time.time(), "left_out": omitted})
         remember_file(folder / SNAPSHOT_MARKER)
-        _write_info(root, git, folder, omitted)
+        _write_info(root, git, folder, omitted, warn)
     return Snapshot(folder, git)
 
 
@@ -84,16 +84,27 @@ def _copy(files: Mapping[str, Path], folder: Path, marker: Mapping[str, object])
         write_json(temporary / SNAPSHOT_MARKER, {**marker, "files": len(files)})
 
 
-def _write_info(root: Path | None, git: GitState, folder: Path, omitted: Iterable[str]) -> None:
+DIFFERENCE = "uncommitted.diff"
+
+
+def _write_info(
+    root: Path | None, git: GitState, folder: Path, omitted: Iterable[str], warn: Callable[[str], None]
+) -> None:
     """Write the git state, changes of the copied files, and the installed packages to ``<snapshot>.info``."""
     info = folder.with_name(f"{folder.name}.info")
     info.mkdir(exist_ok=True)
     write_json(info / "git.json", asdict(git))
     if root is not None:
         base = PACKAGE.parent.relative_to(root)
-        excluded = [f":(exclude,literal){(base / name).as_posix()}" for name in omitted]
-        difference = run_git(root, "diff", "--binary", "HEAD", "--", ".", *excluded)
-        (info / "uncommitted.diff").write_text(difference or "")
+        left_out = {(base / name).as_posix() for name in omitted}
+        # The old content of a secret that was deleted or renamed since the commit is a change too.
+        changed = run_git(root, "diff", "--name-only", "--no-renames", "-z", "HEAD") or ""
+        secret = {name for name in changed.split("\0") if name and _may_be_secret(name)}
+        if unknown := sorted(secret - left_out):
+            warn(f"not in {info.name}/{DIFFERENCE}, because they may be secrets: {', '.join(unknown)}")
+        excluded = [f":(exclude,literal){name}" for name in sorted(left_out | secret)]
+        difference = run_git(root, "diff", "--binary", "--no-renames", "HEAD", "--", ".", *excluded)
+        (info / DIFFERENCE).write_text(difference or "")
     named = (item for item in metadata.distributions() if item.metadata["Name"])
     packages = {f"{item.metadata['Name']}=={item.version}" for item in named}
     (info / "pip-freeze.txt").write_text("\n".join(sorted(packages, key=str.lower)) + "\n")
@@ -166,8 +177,12 @@ NO_SECRETS = (".env.example", ".env.sample", ".env.template", "*.pub", "*.py")
 
 def _reason_to_omit(name: str, path: Path) -> str | None:
     """Return why a file is not copied: others may read the copy of a secret. None if it is copied."""
-    matches = partial(fnmatch, PurePosixPath(name).name.lower())
-    if any(map(matches, SECRET_FILES)) and not any(map(matches, NO_SECRETS)):
+    if _may_be_secret(name):
         return "may be a secret"
     size = path.lstat().st_size / MIB
     return f"{size:,.0f} MB, more than {LARGE_MB}" if size > LARGE_MB else None
+
+
+def _may_be_secret(name: str) -> bool:
+    matches = partial(fnmatch, PurePosixPath(name).name.lower())
+    return any(map(matches, SECRET_FILES)) and not any(map(matches, NO_SECRETS))

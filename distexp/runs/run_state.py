@@ -7,14 +7,27 @@ import signal
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from distexp.config.overrides import suggest_command
 from distexp.runs import attempts, texts
 from distexp.runs.events import phase_events_of
 from distexp.runs.record import ExistingRun, RunRecord
-from distexp.runs.run_dir import EVENTS, HEARTBEAT, METRICS, OPERATORS, RECORD, SPEC, STOP_REQUEST, memory_trace_paths
-from distexp.system import files, typed_values
+from distexp.runs.run_dir import (
+    ATTEMPT_FILES,
+    COMMAND,
+    EVENTS,
+    HEARTBEAT,
+    METRICS,
+    OPERATORS,
+    RECORD,
+    SPEC,
+    STOP_REQUEST,
+    memory_trace_paths,
+)
+from distexp.system import files, processes, typed_values
 
 ACTIVE = ("pending", "running", "ending", "unknown")
 
@@ -27,7 +40,7 @@ class RunState:
     directory: Path
     job: str | None  # the Slurm job as ARRAY_INDEX; None for a run that is not on Slurm
     state: str  # one of ACTIVE, "no record", or the status of the record
-    reason: str = ""  # why the run is waiting, or why it did not complete
+    reason: str = ""  # why the run is waiting, which of its processes is stopped, or why it did not complete
     nodes: str = ""  # Slurm's list of the job's nodes
     record: RunRecord | None = None  # the record of a run that has ended
 
@@ -182,7 +195,12 @@ def local_state(run: ExistingRun) -> RunState:
     if launcher is None or not launcher.is_local:
         return _state_by_activity(run)
     if launcher.is_alive:
-        return _state(run, "running")
+        parts = {"launcher": launcher, "agent": agent}.items()
+        stopped = (
+            (name, each.pid) for name, each in parts if each and each.is_alive and processes.is_stopped(each.pid)
+        )
+        hints = [f"its {name} (process {pid}) is stopped by a signal: kill -CONT {pid}" for name, pid in stopped]
+        return _state(run, "running", ", ".join(hints))
     if (run.directory / RECORD).exists():  # It is damaged, or was written since the run was read.
         return _finished_state(run)
     reason = f"its launcher (process {launcher.pid}) ended without a record"
@@ -213,7 +231,14 @@ def _finished_state(run: ExistingRun) -> RunState:
 
 
 def _state_by_activity(run: ExistingRun) -> RunState:
-    """Return the state of a run without a launcher on this machine: the age of its files decides."""
+    """Return the state of a run without a launcher on this machine: the age of its files decides.
+
+    Without a file of an attempt it has not started, as after a submission that Slurm did not receive.
+    """
+    if not any((run.directory / name).exists() for name in (RECORD, *ATTEMPT_FILES)):
+        sweeps = (folder for folder in (run.directory, *run.directory.parents) if (folder / COMMAND).is_file())
+        hint = "".join(f": {suggest_command('resume', folder)}" for folder in islice(sweeps, 1))
+        return _state(run, "no record", f"not started{hint}")
     active_at = last_activity(run.directory)
     idle_s = time.time() - active_at
     if idle_s < MAX_IDLE_S and read_progress(run.directory).phase != "done":

@@ -1,16 +1,18 @@
 """Cache of generated samples, trained tokenizers and tokenized texts."""
 
 import fcntl
+import json
 import os
 import re
 import socket
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
 from distexp.exceptions import ConfigError
-from distexp.system.files import remove
+from distexp.system.files import read_or_none, remove
 
 
 def cache_dir() -> Path:
@@ -54,14 +56,15 @@ def file_name(text: str) -> str:
 def build_once(path: Path, build: Callable[[Path], None]) -> Path:
     """Build a file or folder in one process while others wait. Raise ConfigError if its folder is not writable.
 
-    An existing result is never built again, so the name must contain a format version and identify the inputs.
+    An existing result is not built again, so the name must contain a format version and identify the inputs. The
+    exception is a damaged one, of which a file is missing or has another size than it was built with.
     ``build`` writes to a temporary sibling, renamed when complete, so a killed process never leaves a partial result.
     """
-    if path.exists():
+    if path.exists() and _find_damage(path) is None:
         return path
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        lock = (path.parent / f".{path.name}.lock").open("w")
+        lock = _lock_path(path).open("a")  # It keeps the sizes of the files.
     except OSError as error:
         raise _unusable(path.parent, error) from error
     with lock:
@@ -70,12 +73,18 @@ def build_once(path: Path, build: Callable[[Path], None]) -> Path:
             fcntl.flock(lock, fcntl.LOCK_EX)
         except OSError:  # The file system has no locks.
             locked = False
+        if path.exists() and (damage := _find_damage(path)) is not None:
+            print(f"note: a file of the cache is damaged and is made again: {damage}", flush=True)
+            try:
+                remove(path, ignore_errors=False)
+            except OSError as error:
+                raise _unusable(path.parent, error) from error
         if not path.exists():
-            _build_and_rename(path, build, locked=locked)
+            _build_and_rename(path, build, lock.fileno(), locked=locked)
     return path
 
 
-def _build_and_rename(path: Path, build: Callable[[Path], None], *, locked: bool) -> None:
+def _build_and_rename(path: Path, build: Callable[[Path], None], lock: int, *, locked: bool) -> None:
     prefix = f".{path.name}.{socket.gethostname()}"
     if locked:
         # Only remove files of this host: on some network file systems, locks do not exclude other hosts.
@@ -84,6 +93,9 @@ def _build_and_rename(path: Path, build: Callable[[Path], None], *, locked: bool
     partial = path.parent / f"{prefix}-{os.getpid()}.partial"
     try:
         build(partial)
+        with suppress(OSError):  # Without known sizes a result is taken as it is.
+            os.ftruncate(lock, 0)
+            os.write(lock, json.dumps(_sizes(partial)).encode())
         try:
             partial.rename(path)
         except OSError:
@@ -92,6 +104,29 @@ def _build_and_rename(path: Path, build: Callable[[Path], None], *, locked: bool
                 raise
     finally:
         remove(partial)
+
+
+def _lock_path(path: Path) -> Path:
+    """Return the lock file of a result, which contains the sizes of its files."""
+    return path.parent / f".{path.name}.lock"
+
+
+def _sizes(path: Path) -> dict[str, int]:
+    files = (file for file in (path, *path.rglob("*")) if file.is_file())
+    return {str(file.relative_to(path)): file.stat().st_size for file in files}
+
+
+def _find_damage(path: Path) -> str | None:
+    """Return which file of a result was damaged after it was built; None also if its sizes are not known."""
+    expected = read_or_none(_lock_path(path))
+    for name, size in expected.items() if isinstance(expected, dict) else ():
+        try:
+            found = (path / name).stat().st_size
+        except OSError:
+            return f"{path / name} is missing"
+        if found != size:
+            return f"{path / name} has {found:,} bytes, not {size:,}"
+    return None
 
 
 CONNECT_TIMEOUT_S = 3.0

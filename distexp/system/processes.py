@@ -98,6 +98,13 @@ def start_ticks(pid: int) -> int | None:
     return None if state in "ZX" else int(numbers[18])  # The field ``starttime`` of proc(5).
 
 
+def is_stopped(pid: int) -> bool:
+    """Return whether a process was stopped by a signal, as by SIGSTOP or Ctrl-Z."""
+    with suppress(psutil.NoSuchProcess):
+        return psutil.Process(pid).status() == psutil.STATUS_STOPPED
+    return False
+
+
 def machine_id() -> str:
     """Return an identity of this machine since its last boot, and of the container in which process ids count."""
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import os
 import signal
 import subprocess
 import sys
@@ -94,6 +95,31 @@ def test_a_killed_builder_leaves_no_result(tmp_path: Path) -> None:
     assert not target.exists()
     build_once(target, lambda file: file.write_text("whole") and None)
     assert target.read_text() == "whole"
+
+
+def test_a_damaged_result_is_built_again_with_a_note(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def build(folder: Path) -> None:
+        (folder / "deep").mkdir(parents=True)
+        (folder / "deep" / "first").write_text("1234")
+        (folder / "second").write_text("5678")
+
+    folder, file = tmp_path / "folder", tmp_path / "file.json"
+    first, second = folder / "deep" / "first", folder / "second"
+    for damage, wrong in (
+        (lambda: os.truncate(first, 2), f"{first} has 2 bytes, not 4"),
+        (second.unlink, f"{second} is missing"),
+        (lambda: os.truncate(file, 1), f"{file} has 1 bytes, not 5"),
+    ):
+        for _ in range(2):
+            assert build_once(folder, build) == folder
+            assert build_once(file, lambda path: path.write_text("whole") and None) == file
+        assert capsys.readouterr().out == "", "a whole result is not built again"
+        damage()
+        build_once(folder, build)
+        build_once(file, lambda path: path.write_text("whole") and None)
+        assert (first.read_text(), second.read_text(), file.read_text()) == ("1234", "5678", "whole")
+        note = f"note: a file of the cache is damaged and is made again: {wrong}\n"
+        assert capsys.readouterr().out == note
 
 
 def test_an_error_of_the_builder_is_raised_and_leaves_no_result(tmp_path: Path) -> None:

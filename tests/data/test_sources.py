@@ -6,6 +6,7 @@ import csv
 import gzip
 import json
 import math
+import os
 import shlex
 from collections.abc import Callable
 from pathlib import Path
@@ -152,6 +153,23 @@ def test_pieces_of_documents_lose_no_token(name: str, files: Path) -> None:
         assert lengths is not None
         assert (lengths.min() >= 2, lengths.max()) == (True, 32)
         assert np.array_equal(targets, lengths - 1)
+
+
+def test_damaged_files_of_the_cache_change_no_sample(
+    files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DISTEXP_CACHE", str(tmp_path))
+
+    def tokens() -> list[list[int]]:
+        data = load(*TEXT, "dataset=text", f"dataset.path={files / 'my.jsonl'}")
+        both = (data.train, data.evaluation)
+        return [samples[index]["input_ids"].tolist() for samples in both for index in range(len(samples))]
+
+    whole = tokens()
+    for pattern in ("*/tokens", "*/ends.npy", "byte-*.json"):
+        for path in tmp_path.glob(pattern):
+            os.truncate(path, path.stat().st_size // 2)
+        assert tokens() == whole
 
 
 @pytest.mark.parametrize("share", [0.1, 0.25, 0.5, 0.03])

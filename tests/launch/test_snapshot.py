@@ -58,6 +58,27 @@ def test_secrets_and_large_files_are_left_out_with_a_note(project: Path, tmp_pat
     assert len(notes) == 1, "the same code is not copied again"
 
 
+def test_the_difference_has_no_secret_that_was_deleted_or_renamed(project: Path, tmp_path: Path) -> None:
+    for name in ("keys/server.pem", "old.key", "notes.txt"):
+        (project / name).parent.mkdir(exist_ok=True)
+        (project / name).write_text(f"{SECRET} of {name}\n" if name != "notes.txt" else "obsolete\n")
+    git = ["git", "-C", str(project), "-c", "user.name=a", "-c", "user.email=a@b"]
+    for arguments in (["add", "keys", "old.key", "notes.txt", ".env"], ["commit", "-qm", "second"]):
+        subprocess.run([*git, *arguments], check=True)
+    for name in (".env", "keys/server.pem", "notes.txt"):
+        (project / name).unlink()
+    subprocess.run([*git, "mv", "old.key", "new.key"], check=True)
+    notes: list[str] = []
+    sweep = tmp_path / "sweep"
+    sweep.mkdir()
+    snapshot.take_snapshot(sweep, [], notes.append)
+    difference = (sweep / "snapshot.info" / "uncommitted.diff").read_text()
+    assert "-obsolete" in difference
+    assert SECRET not in difference
+    deleted = ".env, keys/server.pem, old.key"
+    assert notes[1:] == [f"not in snapshot.info/uncommitted.diff, because they may be secrets: {deleted}"]
+
+
 def test_the_snapshot_of_another_user_is_not_used(
     project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from distexp import cancel
+from distexp import cancel, status
 from distexp.runs import run_state
 from distexp.runs.attempts import read_agent_process, read_launcher_process, register_manual_attempt
 from distexp.runs.record_sections import RunInfo
@@ -98,6 +98,19 @@ def test_the_launcher_decides_whether_a_run_is_running(tmp_path: Path) -> None:
     assert found.reason.startswith(f"{run}/record.json is not a JSON file")
 
 
+def test_a_stopped_process_of_a_running_run_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = make_run(tmp_path, 0)
+    with process_of("launcher", run), process_of("agent", run) as agent:
+        agent.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, agent.pid, os.WSTOPPED)
+        assert status.main([str(tmp_path)]) == 0
+        hint = f"its agent (process {agent.pid}) is stopped by a signal: kill -CONT {agent.pid}"
+        assert f"running  train, {hint}\n" in capsys.readouterr().out
+        agent.send_signal(signal.SIGCONT)
+        os.waitid(os.P_PID, agent.pid, os.WCONTINUED)
+        assert states(tmp_path)[0].reason == ""
+
+
 def test_another_process_with_the_same_id_is_not_the_launcher(tmp_path: Path) -> None:
     run = make_run(tmp_path, 0)
     with process_of("launcher", run):
@@ -115,6 +128,20 @@ def test_files_decide_without_a_launcher_on_this_machine(tmp_path: Path, content
     set_age(run, run_state.MAX_IDLE_S + 60)
     assert states(tmp_path)[0].state == "no record"
     assert "last activity" in states(tmp_path)[0].reason
+
+
+@pytest.mark.parametrize(
+    ("file", "state"), [(None, "no record"), ("logs/node0/workers.log", "running"), ("memory/node0.csv", "running")]
+)
+def test_a_run_has_started_if_it_has_files_of_an_attempt(tmp_path: Path, file: str | None, state: str) -> None:
+    run = make_run(tmp_path, 0)
+    (run / EVENTS).unlink()
+    if file is not None:
+        (run / file).parent.mkdir(parents=True)
+        (run / file).touch()
+    found = states(tmp_path)[0]
+    assert found.state == state
+    assert found.reason == ("" if file else f"not started: distexp resume {tmp_path}")
 
 
 def test_a_run_started_by_hand_does_not_belong_to_an_earlier_launcher(tmp_path: Path) -> None:

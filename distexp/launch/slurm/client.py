@@ -20,6 +20,9 @@ UNREACHABLE = re.compile(
 )
 """Error messages of Slurm's commands if the controller does not answer."""
 
+TIMED_OUT = re.compile(r"timed out|did not answer within", re.IGNORECASE)
+"""Those of a request that the controller may have received."""
+
 
 class SlurmError(Exception):
     """A Slurm command failed."""
@@ -29,16 +32,32 @@ class UnreachableError(SlurmError):
     """Slurm is not installed, or its controller does not answer."""
 
 
+class UnknownJobError(SlurmError):
+    """It is not known whether Slurm has the job of a submission."""
+
+
+SUBMITTED = re.compile(r"^(?:Submitted batch job )?(\d+)(?:;.*| on cluster .*)?\s*$", re.MULTILINE)
+"""What sbatch prints after a submission; the longer text if a wrapper of a site drops ``--parsable``."""
+
+
 def submit(script: Path) -> str:
-    """Submit an sbatch file and return the id of its array. Raise SlurmError with Slurm's message if it is refused."""
+    """Submit an sbatch file and return the id of its array.
+
+    Raise SlurmError with Slurm's message if it is refused, and UnknownJobError if the job may be in the queue.
+    """
     # If this command runs inside a job, sbatch must not inherit that job's resources.
     environment = {
         key: value for key, value in os.environ.items() if not key.startswith("SLURM_") or key == "SLURM_CONF"
     }
-    output = run_command(["sbatch", "--parsable", str(script)], SUBMIT_TIMEOUT_S, environment)
-    found = re.search(r"^(\d+)(;.*)?$", output, re.MULTILINE)
+    try:
+        output = run_command(["sbatch", "--parsable", str(script)], SUBMIT_TIMEOUT_S, environment)
+    except UnreachableError as error:
+        if TIMED_OUT.search(str(error)):  # The controller may have received the job.
+            raise UnknownJobError(str(error)) from None
+        raise
+    found = SUBMITTED.search(output)
     if found is None:
-        raise SlurmError(f"sbatch printed no job id: {output.strip()!r}")
+        raise UnknownJobError(f"sbatch printed no job id: {output.strip()!r}")
     return found.group(1)
 
 
@@ -123,9 +142,13 @@ class JobState:
 def query_jobs(jobs: Iterable[str]) -> dict[str, JobState]:
     """Return the states of jobs from the queue, else from the accounting. Raise UnreachableError without an answer."""
     wanted = set(jobs)
-    found = _select(wanted, _read_queue(_array_ids(wanted)))
+    queue, printed = _read_queue(_array_ids(wanted))
+    found = _select(wanted, queue)
     missing = wanted - set(found)
-    return found | _select(missing, _read_accounting(_array_ids(missing)))
+    found |= _select(missing, _read_accounting(_array_ids(missing)))
+    if printed and not queue and found.keys() != wanted:  # It does not mean that a job has ended.
+        raise UnreachableError(f"squeue printed no state, but {printed!r}")
+    return found
 
 
 def _array_ids(jobs: set[str]) -> list[str]:
@@ -143,9 +166,12 @@ def _job_id(array: str, index: str) -> str:
     return f"{array}_{index}" if index.isdigit() else array
 
 
-def _read_queue(arrays: Sequence[str]) -> dict[str, JobState]:
-    """Return squeue's states by ARRAY_INDEX. Elements that squeue does not list separately are under ARRAY."""
-    found: dict[str, JobState] = {}
+def _read_queue(arrays: Sequence[str]) -> tuple[dict[str, JobState], str]:
+    """Return squeue's states by ARRAY_INDEX, and what it has printed last.
+
+    Elements that squeue does not list separately are under ARRAY.
+    """
+    found, printed = dict[str, JobState](), ""
     for chunk in chunk_ids(arrays):
         command = ["squeue", "-h", "-r", "-t", "all", "-j", ",".join(chunk), "-o", "%F|%K|%T|%r|%N|%S"]
         try:
@@ -156,11 +182,17 @@ def _read_queue(arrays: Sequence[str]) -> dict[str, JobState]:
             if "Invalid job id" not in str(error):
                 raise UnreachableError(str(error)) from None
             continue  # the controller forgets jobs some time after their end
-        for line in output.splitlines():
-            array, index, state, reason, nodes, start = line.split("|")
+        printed = output.strip() or printed
+        for array, index, state, reason, nodes, start in _split_lines(output, fields=6, state=2):
             known_reason, known_start = "" if reason == "None" else reason, "" if start == "N/A" else start
             found[_job_id(array, index)] = JobState(state, known_reason, nodes, known_start)
-    return found
+    return found, printed
+
+
+def _split_lines(output: str, *, fields: int, state: int) -> list[list[str]]:
+    """Return the fields of each line. Leave out lines of something else, such as warnings, which have no state."""
+    lines = (line.split("|") for line in output.splitlines())
+    return [parts for parts in lines if len(parts) == fields and parts[state].strip()]
 
 
 def _read_accounting(arrays: Sequence[str]) -> dict[str, JobState]:
@@ -172,8 +204,7 @@ def _read_accounting(arrays: Sequence[str]) -> dict[str, JobState]:
             output = run_command(command, QUERY_TIMEOUT_S)
         except SlurmError:
             return found
-        for line in output.splitlines():
-            job, state, nodes = line.split("|")
+        for job, state, nodes in _split_lines(output, fields=3, state=1):
             array, _, index = job.partition("_")
             name = state.split()[0]  # The state may be ``CANCELLED by 1000``.
             found[_job_id(array, index)] = JobState(name, "", "" if nodes == "None assigned" else nodes)

@@ -193,7 +193,8 @@ def submit_runs(
 ) -> None:
     """Submit one array for each set of runs with equal resources, or several if it exceeds ``max_array_size`` jobs.
 
-    On Ctrl-C, cancel the jobs submitted so far and raise SweepInterrupted. Raise OSError if Slurm does not answer.
+    On Ctrl-C, cancel the jobs submitted so far and raise SweepInterrupted. Raise OSError if Slurm does not answer, or
+    if a job has no known number.
     """
     (sweep_dir / SLURM).mkdir(exist_ok=True)
     submitted: list[run_dirs.Entry] = []
@@ -222,6 +223,11 @@ def _submit_array(
         raise OSError(
             f"Slurm does not answer ({error}); {array.name} was not submitted: try again later with "
             f"{suggest_command('resume', sweep_dir)}"
+        ) from None
+    except client.UnknownJobError as error:
+        raise OSError(
+            f"{error}. The job of {array.name} may be in the queue, and distexp does not know its number: look for it "
+            f"with squeue --me, and end it with scancel before {suggest_command('resume', sweep_dir)}"
         ) from None
     except client.SlurmError as error:
         for run in runs:  # The other arrays are still submitted.

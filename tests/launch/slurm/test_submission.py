@@ -11,6 +11,7 @@ import pytest
 
 from distexp.cli.main import main
 from distexp.launch import run_dirs
+from distexp.launch.slurm import client
 from tests.helpers.fake_slurm import calls, fake_slurm
 from tests.helpers.records import record
 from tests.helpers.runs import TIMEOUT_S
@@ -103,6 +104,42 @@ def test_ctrl_c_while_waiting_prints_the_finished_runs_and_the_next_commands(tmp
         "The jobs continue. To follow them: distexp status",
         "To cancel them:               distexp cancel",
     ]
+
+
+@pytest.mark.parametrize(
+    "text", ["7", "7;cluster", "Submitted batch job 7", "welcome\nSubmitted batch job 7 on cluster c"]
+)
+def test_the_job_is_known_from_every_text_of_sbatch(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", fake_slurm(tmp_path / "bin", sbatch=f"echo '{text}'; exit 0")["PATH"])
+    assert client.submit(tmp_path / "array0.sbatch") == "7"
+
+
+@pytest.mark.parametrize("odd", ["echo 'job sent'; exit 0", "echo 'sbatch: error: Socket timed out' >&2; exit 1"])
+def test_a_submission_without_a_known_job_is_not_a_refusal(
+    odd: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", fake_slurm(tmp_path / "bin", sbatch=odd)["PATH"])
+    sweep = tmp_path / "sweep"
+    assert main(["--multirun", "cluster=slurm", "cluster.wait=false", f"hydra.sweep.dir={sweep}"]) == 1
+    shown = "".join(capsys.readouterr())
+    assert "The job of array0 may be in the queue" in shown
+    assert f"squeue --me, and end it with scancel before distexp resume {sweep}\n" in shown
+    assert main(["status", str(sweep)]) == 0
+    assert f"no record  not started: distexp resume {sweep}\n" in capsys.readouterr().out
+    assert main(["cancel", str(sweep)]) == 0
+    assert capsys.readouterr().out == "0 runs cancelled\n"
+
+
+def test_odd_lines_of_slurm_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    queue = "printf 'squeue: warning: old\\nodd | text\\n100|1||||\\n100|0|PENDING|Priority||N/A\\n'"
+    accounting = "printf '100_1||\\n\\nsacct: warning\\n100_1|CANCELLED by 7|n1\\n'"
+    monkeypatch.setenv("PATH", fake_slurm(tmp_path / "bin", squeue=queue, sacct=accounting)["PATH"])
+    found = client.query_jobs(["100_0", "100_1"])
+    assert {job: state.state for job, state in found.items()} == {"100_0": "PENDING", "100_1": "CANCELLED"}
+    (tmp_path / "bin" / "squeue").write_text("#!/bin/sh\necho 'squeue: warning: old'\n")
+    assert client.query_jobs(["100_1"])["100_1"].state == "CANCELLED"
+    with pytest.raises(client.UnreachableError, match="squeue printed no state, but 'squeue: warning: old'"):
+        client.query_jobs(["100_0"])
 
 
 def test_a_repeated_cell_is_left_out_with_a_warning(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
