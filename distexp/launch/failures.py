@@ -29,6 +29,9 @@ PEER_LOSS = re.compile(
 )
 """Errors of a rank whose peer has died."""
 
+LOST_LOADER = re.compile(r"DataLoader worker .*(exited unexpectedly|killed by signal: Killed)")
+"""Errors of a rank whose data loader process was killed. torch writes the second one if it gets the signal's number."""
+
 
 class Cause(NamedTuple):
     """Why a run did not complete."""
@@ -78,6 +81,9 @@ def _worker_cause(directory: Path, phase: str | None) -> Cause:
         if last := next(filter(str.strip, reversed(printed)), None):
             message += f", where the parent process of the workers printed last: {name_limit(last.strip())}"
         return Cause("failed", RunError("WorkerDied", message, phase))
+    if LOST_LOADER.search(first.message) and oom_killed(directory):
+        process = f"a data loader process of rank {first.rank}"
+        return _signal_cause(directory, signal.SIGKILL, process, first.phase, first.rank)
     first.message = name_limit(first.message) or (address_space_hint() if first.type == "MemoryError" else "")
     return Cause(texts.out_of_memory_status(first.type, first.message) or "failed", first)
 
