@@ -55,17 +55,25 @@ def classify_failure(directory: Path, codes: Mapping[int, int], spec: RunSpec) -
         number = decode_group_signal(code)
         if number is not None:
             return _signal_cause(directory, number, f"the parent process of the workers on node {node}", phase)
-    return _worker_cause(directory, phase)
+    # The agents of other nodes may be stopped because a worker has failed. Its own agent has another code then.
+    stopped = [node for node, code in codes.items() if code == STOPPED_CODE]
+    is_stopped = bool(stopped) and set(codes.values()) <= {0, STOPPED_CODE}
+    return _worker_cause(directory, phase, f"the agent of node {stopped[0]}" if is_stopped else None)
 
 
-def _worker_cause(directory: Path, phase: str | None) -> Cause:
-    """Return the cause by the first error of a worker. Later errors are its consequences."""
+def _worker_cause(directory: Path, phase: str | None, stopped_agent: str | None) -> Cause:
+    """Return the cause by the first error of a worker. Later errors are its consequences.
+
+    ``stopped_agent`` names an agent that got SIGTERM from outside, and has ended its workers.
+    """
     errors = attempts.read_rank_errors(directory)
     first, deaths = next(iter(errors), None), signal_deaths(directory)
     is_victim = first is not None and bool(PEER_LOSS.search(first.message) or PEER_LOSS.search(first.type))
     if deaths and (first is None or is_victim):
         rank, number = deaths[0]
         return _signal_cause(directory, number, f"rank {rank}", phase, rank)
+    if stopped_agent is not None and (first is None or is_victim):
+        return _signal_cause(directory, signal.SIGTERM, stopped_agent, phase)
     earliest = next((end for end in _worker_ends(directory) if not end["stopped"]), None)
     if first is not None and is_victim and earliest and earliest["rank"] not in {error.rank for error in errors}:
         rank, code = earliest["rank"], earliest["code"]

@@ -60,6 +60,8 @@ def test_the_result_becomes_the_record(status: str, spec: RunSpec, tmp_path: Pat
     [
         ({0: 0, 1: HANG_CODE}, None, ("failed", "Hang")),
         ({0: STOPPED_CODE}, "stopped by SIGTERM", ("killed", "Stopped")),
+        ({0: STOPPED_CODE}, None, ("killed", "SIGTERM")),
+        ({0: STOPPED_CODE, 1: 1}, None, ("failed", "WorkerDied")),
         ({0: 1}, None, ("failed", "WorkerDied")),
     ],
 )
