@@ -86,9 +86,11 @@ def _worker_cause(directory: Path, phase: str | None, stopped_agent: str | None)
         codes = ", ".join(f"rank {end['rank']}: {end['code']}" for end in _worker_ends(directory) if end["code"])
         message = f"no rank reported an error (exit codes: {codes or 'none'}): see logs/node*/*.log"
         printed = [line for path in GROUP_LOG.find(directory) for line in path.read_text(errors="replace").splitlines()]
-        if last := next(filter(str.strip, reversed(printed)), None):
-            message += f", where the parent process of the workers printed last: {name_limit(last.strip())}"
-        return Cause("failed", RunError("WorkerDied", message, phase))
+        last = next(filter(str.strip, reversed(printed)), "").strip()
+        if last:
+            message += f", where the parent process of the workers printed last: {name_limit(last)}"
+        status = texts.out_of_memory_status("WorkerDied", last) or "failed"
+        return Cause(status, RunError("WorkerDied", message, phase))
     if LOST_LOADER.search(first.message) and oom_killed(directory):
         process = f"a data loader process of rank {first.rank}"
         return _signal_cause(directory, signal.SIGKILL, process, first.phase, first.rank)

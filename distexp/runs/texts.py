@@ -202,7 +202,8 @@ GPU_IS_FULL = re.compile(
 """Texts of torch's allocator, also inside of an error of its compiler; of cuBLAS and cuDNN; and of CUDA and NCCL."""
 
 HOST_IS_FULL = re.compile(
-    r"MemoryError|std::bad_alloc|\[Errno 12\]|failed to map segment|(?i:(can't|cannot) allocate memory|out of memory)"
+    r"MemoryError|std::bad_alloc|\[Errno 12\]|failed to map segment|Memory allocation still failed|"
+    r"(?i:(can't|cannot) allocate memory|out of memory)"
 )
 
 

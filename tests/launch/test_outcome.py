@@ -110,9 +110,10 @@ def test_a_limit_of_the_address_space_is_named(
         path = GROUP_LOG.path(tmp_path, 0)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(log)
-        error = finalize_run(spec, tmp_path, {0: code}, time.time()).error
-        assert error is not None
-        assert error.message.endswith(f": {hint}") == is_named
+        record = finalize_run(spec, tmp_path, {0: code}, time.time())
+        assert record.status == ("oom_host" if log else "failed")
+        assert record.error is not None
+        assert record.error.message.endswith(f": {hint}") == is_named
 
 
 @pytest.mark.parametrize("kills", [0, 1])
