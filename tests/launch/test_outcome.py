@@ -18,7 +18,7 @@ from distexp.checkpoints.folder import checkpoint_dir, tmp_dir
 from distexp.launch import failures, run_dirs
 from distexp.launch.agent import write_start_error
 from distexp.launch.failures import HANG_CODE, SIGNAL_OFFSET, STOPPED_CODE
-from distexp.launch.outcome import finalize_run, invalid_record, start_attempt
+from distexp.launch.outcome import finalize_dead_run, finalize_run, invalid_record, start_attempt
 from distexp.launch.slurm.client import JobState
 from distexp.launch.slurm.status import write_missing_record
 from distexp.runs.attempts import NO_RECORD, write_error_file
@@ -133,6 +133,17 @@ def test_a_data_loader_killed_by_the_kernel_for_memory_is_oom_host(
         ("oom_host", "OutOfMemoryKilled", "the kernel ran out of memory and killed a data loader process of rank 0")
         if kills
         else ("failed", lost.type, lost.message)
+    )
+
+
+def test_the_possible_causes_of_a_launcher_that_died_before_an_agent_started(spec: RunSpec, tmp_path: Path) -> None:
+    start_attempt(spec, tmp_path)
+    finalize_dead_run(tmp_path, 7, ())
+    record = RunRecord.read(tmp_path / RECORD)
+    assert record.error is not None
+    assert (record.status, record.error.message) == (
+        "killed",
+        "its launcher (process 7) died before an agent started, as by kill -9 or on a full disk",
     )
 
 
