@@ -29,7 +29,7 @@ from distexp.resolve import without_hydra
 from distexp.runs import attempts, texts
 from distexp.runs.record import ExistingRun, ExistingRuns, RunRecord, unmatched_message
 from distexp.runs.record_sections import RunInfo
-from distexp.runs.run_dir import ATTEMPT_FILES, COMMAND, HYDRA, LEDGER, MULTIRUN, PREDICTED
+from distexp.runs.run_dir import ATTEMPT_FILES, COMMAND, HYDRA, LEDGER, MULTIRUN, PREDICTED, RECORD, SPEC
 from distexp.system import files, typed_values
 from distexp.system.files import PACKAGE, write_json
 
@@ -135,9 +135,9 @@ class ClaimedDir(NamedTuple):
 def claim_run_dir(directory_of: Callable[[int], Path], first: int, sweep_dir: Path, *, resume: bool) -> ClaimedDir:
     """Claim the first free run directory by creating its ``.hydra`` folder.
 
-    Creating a folder is atomic, so two commands never share a run directory. ``sweep_dir`` and ``resume`` change the
-    message only. Raise ConfigError if every number has the same directory (``hydra.run.dir``), and it is taken, or if
-    the directory contains files of something else.
+    Creating a folder is atomic, so two commands never share a run directory. ``resume`` takes one that an interrupted
+    start has left without a run. ``sweep_dir`` changes the message only. Raise ConfigError if every number has the same
+    directory (``hydra.run.dir``), and it is taken, or if the directory contains files of something else.
     """
     for number in itertools.count(first):
         directory = directory_of(number)
@@ -145,6 +145,8 @@ def claim_run_dir(directory_of: Callable[[int], Path], first: int, sweep_dir: Pa
         try:
             (directory / HYDRA).mkdir()
         except FileExistsError:
+            if resume and not any((directory / name).exists() for name in (SPEC, RECORD)):
+                return ClaimedDir(number, directory)  # No other command uses it, because the sweep is locked.
             if directory == directory_of(number + 1):
                 raise ConfigError(_taken_message(directory, sweep_dir, resume=resume)) from None
             continue
