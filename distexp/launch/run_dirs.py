@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import glob
 import itertools
 import json
 import os
@@ -21,7 +22,9 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from distexp.compose.composition import Cell
-from distexp.config import ConfigError
+from distexp.config import Config, ConfigError
+from distexp.config.fields import info_of
+from distexp.config.keys import get_value, schema_fields
 from distexp.config.overrides import format_override, join_first, suggest_command
 from distexp.guard.config_files import check_files, remember_file
 from distexp.launch.outcome import invalid_record
@@ -46,9 +49,13 @@ class AssignedRun:
 
 def make_run_info(cell: Cell, number: int, code: GitState, snapshot: str | None = None) -> RunInfo:
     """Return the identity of a cell's run."""
-    overrides = [format_override(text) for text in cell.overrides if not text.startswith("sweep.")]
     name = str(cell.composed.name) if cell.config is None else cell.config.name
+    overrides = _overrides_of(cell)
     return RunInfo(cell.id, name, number, overrides, git_sha=code.sha, git_dirty=code.dirty, snapshot=snapshot)
+
+
+def _overrides_of(cell: Cell) -> list[str]:
+    return [format_override(text) for text in cell.overrides if not text.startswith("sweep.")]
 
 
 def write_invalid(run: AssignedRun) -> RunRecord:
@@ -100,7 +107,7 @@ def assign_run_dirs(
         composed = cell.composed
         if known is None:
             directory_of = partial(run_dir_for, composed, sweep_dir)
-            claimed = claim_run_dir(directory_of, first_free, sweep_dir, resume=resume)
+            claimed = claim_run_dir(directory_of, first_free, sweep_dir, cell if resume else None)
             first_free = claimed.number + 1
         else:
             claimed = ClaimedDir(known.number, run_dir_for(composed, sweep_dir, known.number))
@@ -132,12 +139,14 @@ class ClaimedDir(NamedTuple):
     directory: Path
 
 
-def claim_run_dir(directory_of: Callable[[int], Path], first: int, sweep_dir: Path, *, resume: bool) -> ClaimedDir:
+def claim_run_dir(
+    directory_of: Callable[[int], Path], first: int, sweep_dir: Path, resumed: Cell | None = None
+) -> ClaimedDir:
     """Claim the first free run directory by creating its ``.hydra`` folder.
 
-    Creating a folder is atomic, so two commands never share a run directory. ``resume`` takes one that an interrupted
-    start has left without a run. ``sweep_dir`` changes the message only. Raise ConfigError if every number has the same
-    directory (``hydra.run.dir``), and it is taken, or if the directory contains files of something else.
+    Creating a folder is atomic, so two commands never share a run directory. A ``resumed`` cell takes one that an
+    interrupted start has left without a run. ``sweep_dir`` changes the message only. Raise ConfigError if every number
+    has the same directory (``hydra.run.dir``), and it is taken, or if the directory contains files of something else.
     """
     for number in itertools.count(first):
         directory = directory_of(number)
@@ -145,10 +154,10 @@ def claim_run_dir(directory_of: Callable[[int], Path], first: int, sweep_dir: Pa
         try:
             (directory / HYDRA).mkdir()
         except FileExistsError:
-            if resume and not any((directory / name).exists() for name in (SPEC, RECORD)):
+            if resumed is not None and not any((directory / name).exists() for name in (SPEC, RECORD)):
                 return ClaimedDir(number, directory)  # No other command uses it, because the sweep is locked.
             if directory == directory_of(number + 1):
-                raise ConfigError(_taken_message(directory, sweep_dir, resume=resume)) from None
+                raise ConfigError(_taken_message(directory, sweep_dir, resumed)) from None
             continue
         # The run would move files of something else to ``attempts/``.
         if found := [name for name in (*ATTEMPT_FILES, PREDICTED) if (directory / name).exists()]:
@@ -161,19 +170,31 @@ def claim_run_dir(directory_of: Callable[[int], Path], first: int, sweep_dir: Pa
     raise AssertionError("unreachable")
 
 
-def _taken_message(directory: Path, sweep_dir: Path, *, resume: bool) -> str:
+def _taken_message(directory: Path, sweep_dir: Path, resumed: Cell | None) -> str:
     subdir = os.path.relpath(directory, sweep_dir)
     key, value = ("hydra.run.dir", directory) if subdir == "." else ("hydra.sweep.subdir", subdir)
-    if resume:
+    if resumed is not None:
+        found = [run.overrides for run in ExistingRuns.read(directory).runs if run.directory == directory.absolute()]
+        cause, hint = "the new overrides define a different run", "resume without them"
+        if found == [_overrides_of(resumed)]:
+            content = [f"the content of {join_first(paths)} or "] if (paths := _local_paths(resumed.config)) else []
+            cause, hint = f"{''.join(content)}its configuration has changed since", "undo the change to continue it"
         return (
-            f"{directory} contains a single run ({key}), and the new overrides define a different run: resume "
-            f"without them, or start the new run in another directory. Add train.resume={directory} to start it from "
-            "the last checkpoint of this run"
+            f"{directory} contains a single run ({key}), and {cause}: {hint}, or start the new run in another "
+            f"directory. Add train.resume={directory} to start it from the last checkpoint of this run"
         )
     return (
         f"{key}={value} contains a run already: choose another directory, or resume that run with "
         f"{suggest_command('resume', sweep_dir.absolute())}"
     )
+
+
+def _local_paths(config: Config | None) -> list[str]:
+    """Return the files and folders that a configuration names, each with its key."""
+    if config is None:
+        return []
+    named = [(key, get_value(config, key)) for key, spec in schema_fields() if info_of(spec).path]
+    return [f"{key}={path}" for key, path in named if path and (os.path.exists(path) or glob.glob(path))]
 
 
 @contextmanager
