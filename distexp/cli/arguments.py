@@ -26,6 +26,7 @@ from distexp.config.keys import (
 )
 from distexp.config.overrides import (
     OPEN_SECTIONS,
+    SINGLE_RUN,
     add_plus_prefix,
     home_message,
     is_override,
@@ -166,9 +167,9 @@ def _output_dir_errors(by_key: Mapping[str, Override]) -> list[str]:
 
 
 def _use_sweep_dir(argument: str) -> list[str]:
-    """Replace ``hydra.run.dir``: a single run is a sweep of one cell without a subfolder."""
+    """Replace ``hydra.run.dir``."""
     key, _, value = argument.partition("=")
-    return [f"hydra.sweep.dir={value}", "hydra.sweep.subdir=."] if key == "hydra.run.dir" else [argument]
+    return [f"hydra.sweep.dir={value}", SINGLE_RUN] if key == "hydra.run.dir" else [argument]
 
 
 RUN_OPTIONS = ("--multirun", "--config-dir", "--help", "--version", "--cfg", "--info", "--hydra-help")

@@ -217,6 +217,10 @@ def copyable_override(text: str, *, may_sweep: bool = False) -> str:
     return f"{key}={_quote_for_hydra(value)}"
 
 
+SINGLE_RUN = "hydra.sweep.subdir=."
+"""Override that the command of a single run with ``hydra.run.dir`` gets: a sweep of one cell without a subfolder."""
+
+
 def sweep_dir_override(path: Path) -> str:
     """Return the override that sets the directory of a sweep, in quotes if Hydra would read it as something else."""
     plain = f"hydra.sweep.dir={path}"

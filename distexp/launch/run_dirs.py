@@ -25,7 +25,14 @@ from distexp.compose.composition import Cell
 from distexp.config import Config, ConfigError
 from distexp.config.fields import info_of
 from distexp.config.keys import get_value, schema_fields
-from distexp.config.overrides import format_override, join_first, suggest_command
+from distexp.config.overrides import (
+    SINGLE_RUN,
+    format_override,
+    join_first,
+    shell_quote,
+    suggest_command,
+    sweep_dir_override,
+)
 from distexp.guard.config_files import check_files, remember_file
 from distexp.launch.outcome import invalid_record
 from distexp.resolve import without_hydra
@@ -34,7 +41,7 @@ from distexp.runs.record import ExistingRun, ExistingRuns, RunRecord, unmatched_
 from distexp.runs.record_sections import RunInfo
 from distexp.runs.run_dir import ATTEMPT_FILES, COMMAND, HYDRA, LEDGER, MULTIRUN, PREDICTED, RECORD, SPEC
 from distexp.system import files, typed_values
-from distexp.system.files import PACKAGE, write_json
+from distexp.system.files import PACKAGE, read_or_none, write_json
 
 
 @dataclass(frozen=True)
@@ -210,6 +217,9 @@ def locked_sweep_dir(master: DictConfig, cells: int) -> Iterator[Path]:
         check_files(Path(master.hydra.sweep.dir))
     sweep_dir = claim_sweep_dir(Path(master.hydra.sweep.dir), chosen_by_user=chosen)
     with texts.name_folder(sweep_dir), attempts.sweep_lock(sweep_dir):
+        if not master.sweep.resume:
+            subdir = cast(dict[str, str], OmegaConf.to_container(master.hydra.sweep))["subdir"]
+            _refuse_other_kind(sweep_dir, is_single=f"hydra.sweep.subdir={subdir}" == SINGLE_RUN)
         if not (sweep_dir / MULTIRUN).exists():
             OmegaConf.save(master, sweep_dir / MULTIRUN)
         if not (sweep_dir / COMMAND).exists():
@@ -217,6 +227,22 @@ def locked_sweep_dir(master: DictConfig, cells: int) -> Iterator[Path]:
             write_json(sweep_dir / COMMAND, command)
             remember_file(sweep_dir / COMMAND)
         yield sweep_dir
+
+
+def _refuse_other_kind(sweep_dir: Path, *, is_single: bool) -> None:
+    """Raise ConfigError for a single run in the directory of a sweep, and for a sweep in that of a single run.
+
+    Both would have a run 0, and ``distexp resume`` would know one of the two commands.
+    """
+    stored = read_or_none(sweep_dir / COMMAND, "words")
+    if not isinstance(stored, list) or is_single == (SINGLE_RUN in stored or (sweep_dir / HYDRA).exists()):
+        return
+    if is_single:
+        raise ConfigError(
+            f"hydra.run.dir={sweep_dir} is the directory of a sweep: choose another directory, or add the run to the "
+            f"sweep with {shell_quote(sweep_dir_override(sweep_dir))}"
+        )
+    raise ConfigError(f"hydra.sweep.dir={sweep_dir} is the directory of a single run: choose another directory")
 
 
 def claim_sweep_dir(wanted: Path, *, chosen_by_user: bool) -> Path:
