@@ -326,3 +326,6 @@ def test_a_damaged_command_file_is_an_error_with_a_hint(
     message = capsys.readouterr().err
     assert message.startswith(f"distexp: {tmp_path}/command.json is damaged (")
     assert message.endswith(f"repeat the command of the sweep with hydra.sweep.dir={tmp_path} sweep.resume=true\n")
+    (tmp_path / ".hydra").mkdir()
+    assert main([str(tmp_path)]) == 2
+    assert capsys.readouterr().err.endswith(f" with hydra.run.dir={tmp_path} sweep.resume=true\n"), "a single run"

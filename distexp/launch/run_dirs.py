@@ -213,13 +213,14 @@ def locked_sweep_dir(master: DictConfig, cells: int) -> Iterator[Path]:
     """
     typed = cast(list[str], OmegaConf.to_container(master.hydra.overrides.hydra))  # does not resolve ${...}
     chosen = any(text.startswith("hydra.sweep.dir=") for text in typed)
+    subdir = cast(dict[str, str], OmegaConf.to_container(master.hydra.sweep))["subdir"]
+    is_single = f"hydra.sweep.subdir={subdir}" == SINGLE_RUN
     if master.sweep.resume:
         check_files(Path(master.hydra.sweep.dir))
-    sweep_dir = claim_sweep_dir(Path(master.hydra.sweep.dir), chosen_by_user=chosen)
+    sweep_dir = claim_sweep_dir(Path(master.hydra.sweep.dir), chosen_by_user=chosen, is_single=is_single)
     with texts.name_folder(sweep_dir), attempts.sweep_lock(sweep_dir):
         if not master.sweep.resume:
-            subdir = cast(dict[str, str], OmegaConf.to_container(master.hydra.sweep))["subdir"]
-            _refuse_other_kind(sweep_dir, is_single=f"hydra.sweep.subdir={subdir}" == SINGLE_RUN)
+            _refuse_other_kind(sweep_dir, is_single=is_single)
         if not (sweep_dir / MULTIRUN).exists():
             OmegaConf.save(master, sweep_dir / MULTIRUN)
         if not (sweep_dir / COMMAND).exists():
@@ -245,7 +246,7 @@ def _refuse_other_kind(sweep_dir: Path, *, is_single: bool) -> None:
     raise ConfigError(f"hydra.sweep.dir={sweep_dir} is the directory of a single run: choose another directory")
 
 
-def claim_sweep_dir(wanted: Path, *, chosen_by_user: bool) -> Path:
+def claim_sweep_dir(wanted: Path, *, chosen_by_user: bool, is_single: bool) -> Path:
     """Create the directory of a sweep. If another command has just taken the default one, add a suffix."""
     try:
         wanted.parent.mkdir(parents=True, exist_ok=True)
@@ -253,7 +254,8 @@ def claim_sweep_dir(wanted: Path, *, chosen_by_user: bool) -> Path:
             wanted.mkdir(exist_ok=True)
             return wanted
     except FileNotFoundError:
-        raise ConfigError(f"{wanted} cannot be made: choose another directory with hydra.sweep.dir=DIR") from None
+        key = "hydra.run.dir" if is_single else "hydra.sweep.dir"
+        raise ConfigError(f"{wanted} cannot be made: choose another directory with {key}=DIR") from None
     for attempt in itertools.count(1):
         candidate = wanted if attempt == 1 else wanted.with_name(f"{wanted.name}_{attempt}")
         with suppress(FileExistsError):

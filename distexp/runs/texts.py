@@ -14,7 +14,7 @@ from typing import Any
 from distexp.exceptions import ConfigError, text_of
 from distexp.runs.record import RunRecord
 from distexp.runs.record_sections import RunError
-from distexp.runs.run_dir import DISK_RESERVE
+from distexp.runs.run_dir import DISK_RESERVE, directory_key
 from distexp.system.typed_values import number_of, texts_of
 
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
@@ -69,7 +69,7 @@ def full_disk_error(error: BaseException, run_dir: Path, phase: str, rank: int |
 def _full_disk_message(error: BaseException, run_dir: Path, phase: str) -> str:
     named = error.filename if isinstance(error, OSError) else None
     folder = run_dir if named is None else Path(os.fsdecode(named)).parent
-    elsewhere = "start again on another disk with hydra.sweep.dir"
+    elsewhere = f"start again on another disk with {directory_key(run_dir)}"
     number = _refusal(error) or errno.ENOSPC
     if number == errno.EFBIG:
         return f"a file in {folder} would exceed the largest size of a file (see ulimit -f): raise it, or {elsewhere}"

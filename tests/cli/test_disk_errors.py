@@ -35,7 +35,7 @@ def test_a_full_disk_stops_a_sweep_before_its_first_run(
     assert main([f"{key}={disk}/sweep", *SMALL]) == 1
     assert capsys.readouterr().err == (
         f"distexp: the sweep stops: No space left on device ({disk}/sweep): free space, or choose another directory "
-        "with hydra.sweep.dir=DIR\n"
+        f"with {key}=DIR\n"
     )
 
 
@@ -116,7 +116,9 @@ def test_a_single_run_whose_first_files_do_not_fit_can_be_resumed(
     subprocess.run(["mount", "-o", "remount,size=64k", str(disk)], check=True)
     assert main(["resume", f"{disk}/run"]) == 1
     assert stops in capsys.readouterr().err
-    assert RunRecord.read(disk / "run" / "record.json").status == "failed", "the run has started"
+    found = RunRecord.read(disk / "run" / "record.json").error
+    assert found is not None
+    assert found.message.endswith("start again on another disk with hydra.run.dir"), "the run has started"
 
 
 def test_a_cache_that_is_no_folder_is_refused_before_the_first_run(
