@@ -161,6 +161,10 @@ STACK_DUMP_S = 2.0
 """Time that workers get to write their stacks."""
 
 
+STOPPED_PARENT = -1
+"""Entry in the list of stopped ranks, if no rank is stopped but the parent process of the workers."""
+
+
 def inspect_workers(group_pid: int, run_dir: Path, node: int) -> None:
     """Write which workers of a node are stopped by a signal, and make every worker write its stacks to its log.
 
@@ -168,11 +172,13 @@ def inspect_workers(group_pid: int, run_dir: Path, node: int) -> None:
     """
     workers = processes.descendants(group_pid, recursive=False)
     stopped_pids = set()
-    for worker in workers:
+    for pid in (group_pid, *(worker.pid for worker in workers)):
         with suppress(psutil.NoSuchProcess):
-            if worker.status() == psutil.STATUS_STOPPED:
-                stopped_pids.add(worker.pid)
+            if psutil.Process(pid).status() == psutil.STATUS_STOPPED:
+                stopped_pids.add(pid)
     stopped = [progress.rank for progress in read_rank_progress(run_dir, node) if progress.pid in stopped_pids]
+    if not stopped and group_pid in stopped_pids:
+        stopped = [STOPPED_PARENT]
     files.write_json(STOPPED_RANKS.path(run_dir, node), stopped)
     for worker in workers:
         worker.send_signal(signal.SIGUSR1)
@@ -187,6 +193,8 @@ def hang_error(run_dir: Path, phase: str | None, limit: str) -> RunError:
     where = f": no step or new phase within {limit}. The stacks of {{}} ranks are in logs/node*/rank*.log"
     if not culprits:
         reason = "all ranks wait at the same point" if progress else "no worker has started"
+        if STOPPED_PARENT in stopped:
+            reason = "the parent process of the workers is stopped by a signal (SIGSTOP)"
         phase = phase or (progress[0].phase if progress else "setup")
         return RunError("Hang", reason + where.format("all"), phase)
     verb = "is" if len(culprits) == 1 else "are"
