@@ -18,7 +18,7 @@ from distexp.config.overrides import is_override, key_of, shell_quote, sweep_dir
 from distexp.exceptions import print_error
 from distexp.guard.config_files import check_files, check_stored_command, check_working_directory, is_own_file
 from distexp.runs.record import choose_newest_sweep, not_a_sweep
-from distexp.runs.run_dir import COMMAND
+from distexp.runs.run_dir import COMMAND, directory_key
 from distexp.system.files import read_json
 
 USAGE = """usage: distexp resume [DIR] [KEY=VALUE ...]
@@ -77,7 +77,7 @@ def read_command(sweep_dir: Path) -> tuple[Command, list[str], str]:
 
 def damaged_message(path: Path, reason: object) -> str:
     """Return the message for a command file that cannot be used."""
-    directory = shell_quote(sweep_dir_override(path.parent))
+    directory = shell_quote(sweep_dir_override(path.parent, directory_key(path.parent)))
     return f"{path} is damaged ({reason}): repeat the command of the sweep with {directory} sweep.resume=true"
 
 

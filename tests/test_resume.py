@@ -16,8 +16,9 @@ from distexp.cli.arguments import normalize_arguments
 from distexp.cli.main import main as cli
 from distexp.config.overrides import parse, plain_value
 from distexp.guard.config_files import remember_file
+from distexp.resolve.run_id import fingerprint
 from distexp.resume import main, merge
-from distexp.runs.record import ExistingRun, ExistingRuns, RunRecord
+from distexp.runs.record import ExistingRun, ExistingRuns, RunRecord, RunSpec
 from distexp.runs.record_sections import RunInfo
 from tests.helpers.runs import REPOSITORY, run_distexp, run_module
 
@@ -136,6 +137,31 @@ def test_new_overrides_start_a_new_run_with_a_warning(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert "run 0 (killed) was not resumed: new overrides or changed data make it another run" in done.stdout
     assert [RunRecord.read(sweep / n / "record.json").status for n in "01"] == ["killed", "completed"]
+
+
+def test_a_single_run_whose_data_have_changed_is_not_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No new override was typed, so the message names the data."""
+
+    def start_only(spec: RunSpec, directory: Path, *_: object) -> None:
+        spec.write(directory)
+        raise OSError("the run ends here")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["distexp"])
+    monkeypatch.setattr("distexp.launch.local.runner.run_locally", start_only)
+    data, typed = tmp_path / "data.txt", ("strategy=single", "model=gpt_tiny", "dataset=text", "cluster.device=cpu")
+    data.write_text("one line\n\n" * 20)
+    assert cli([*typed, "dataset.path=data.txt", "hydra.run.dir=run"]) == 1
+    data.write_text("one line\n\n" * 21)
+    fingerprint.cache_clear()
+    capsys.readouterr()
+    assert cli(["resume", "run"]) == 2
+    assert capsys.readouterr().err.startswith(
+        f"distexp: {tmp_path}/run contains a single run (hydra.run.dir), and the content of dataset.path={data} or its "
+        "configuration has changed since: undo the change to continue it, or start the new run in another directory"
+    )
 
 
 def test_a_new_override_replaces_the_original_one() -> None:
@@ -300,3 +326,6 @@ def test_a_damaged_command_file_is_an_error_with_a_hint(
     message = capsys.readouterr().err
     assert message.startswith(f"distexp: {tmp_path}/command.json is damaged (")
     assert message.endswith(f"repeat the command of the sweep with hydra.sweep.dir={tmp_path} sweep.resume=true\n")
+    (tmp_path / ".hydra").mkdir()
+    assert main([str(tmp_path)]) == 2
+    assert capsys.readouterr().err.endswith(f" with hydra.run.dir={tmp_path} sweep.resume=true\n"), "a single run"

@@ -114,7 +114,7 @@ class Trials:
         directory_of = partial(run_dir_for, composed, self.state.folder)
         stored = self.state.find(overrides, steps, repeat)
         if stored is None:
-            number = claim_run_dir(directory_of, 0, self.state.folder, resume=False).number
+            number = claim_run_dir(directory_of, 0, self.state.folder).number
             stored = StoredTrial(list(overrides), steps, repeat, number)
             self.state.trials.append(stored)
         return _TrialRun(cell, cell.config, stored, composed, directory_of(stored.number))

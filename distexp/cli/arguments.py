@@ -26,6 +26,7 @@ from distexp.config.keys import (
 )
 from distexp.config.overrides import (
     OPEN_SECTIONS,
+    SINGLE_RUN,
     add_plus_prefix,
     home_message,
     is_override,
@@ -104,9 +105,15 @@ def check_sweep(overrides: Sequence[Override], command: Command, *, multirun: bo
         shown = " ".join(str(by_key[key].input_line).replace("'", "") for key in swept)
         errors.append(f"{shown} is a sweep: {_sweep_hint(swept, by_key, command)}")
     repeats = "repeats" in by_key and by_key["repeats"].value() != 1
+    for_sweeps = [str(by_key[key].input_line) for key in ("hydra.sweep.dir", "hydra.sweep.subdir") if key in by_key]
     if "hydra.run.dir" in by_key and (swept or "sweep.cells" in by_key or repeats):
         errors.append(
             "hydra.run.dir is the directory of a single run, but this is a sweep: set hydra.sweep.dir instead"
+        )
+    elif "hydra.run.dir" in by_key and for_sweeps:
+        errors.append(
+            f"{by_key['hydra.run.dir'].input_line} is the directory of a single run, and {' '.join(for_sweeps)} is for "
+            "a sweep: leave one of them out"
         )
     errors += _output_dir_errors(by_key)
     errors += [error for _, error in ignored_keys(overrides, command)]
@@ -166,9 +173,9 @@ def _output_dir_errors(by_key: Mapping[str, Override]) -> list[str]:
 
 
 def _use_sweep_dir(argument: str) -> list[str]:
-    """Replace ``hydra.run.dir``: a single run is a sweep of one cell without a subfolder."""
+    """Replace ``hydra.run.dir``."""
     key, _, value = argument.partition("=")
-    return [f"hydra.sweep.dir={value}", "hydra.sweep.subdir=."] if key == "hydra.run.dir" else [argument]
+    return [f"hydra.sweep.dir={value}", SINGLE_RUN] if key == "hydra.run.dir" else [argument]
 
 
 RUN_OPTIONS = ("--multirun", "--config-dir", "--help", "--version", "--cfg", "--info", "--hydra-help")

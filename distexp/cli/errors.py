@@ -88,13 +88,13 @@ def explain(error: Exception) -> list[str]:
     return [_explain_value(error)]
 
 
-def explain_os_error(error: OSError, *, resumes: bool) -> str:
+def explain_os_error(error: OSError, *, resumes: bool, key: str) -> str:
     """Return the message of an error of the file system, with a hint if a directory cannot be written.
 
-    ``resumes``: the command continues in the directory of a sweep, and accepts no other.
+    ``resumes``: the command continues in the directory of a sweep, and accepts no other. ``key`` chooses the directory.
     """
     place = f" ({error.filename})" if error.filename else ""
-    elsewhere = "choose another directory with hydra.sweep.dir=DIR"
+    elsewhere = f"choose another directory with {key}=DIR"
     way = " and repeat the command" if resumes else f", or {elsewhere}"
     if error.errno == errno.ENOSPC and error.filename and lacks_inodes(Path(os.fsdecode(error.filename)).parent):
         return f"no inodes are left{place}: delete files{way}"
@@ -103,7 +103,7 @@ def explain_os_error(error: OSError, *, resumes: bool) -> str:
         NO_DIRECTORY: elsewhere,
         NOT_WRITABLE: "copy the sweep to a folder that you can write, and resume the copy"
         if resumes
-        else "choose a directory that you can write with hydra.sweep.dir=DIR",
+        else f"choose a directory that you can write with {key}=DIR",
     }
     hint = next((hint for numbers, hint in hints.items() if error.errno in numbers), None)
     return f"{error.strerror}{place}: {hint}" if hint else describe_os_error(error)

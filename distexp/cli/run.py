@@ -61,7 +61,8 @@ def main(arguments: Sequence[str], command: Command = Command.TRAIN, added: Sequ
             raise
         prints_only = any(text.partition("=")[0] in HYDRA_FLAGS for text in arguments)
         prints_only |= command in (Command.PLAN, Command.FORECAST)
-        message = explain_os_error(error, resumes=sets_key(arguments, "sweep.resume"))
+        key = "hydra.run.dir" if sets_key(arguments, "hydra.run.dir") else "hydra.sweep.dir"
+        message = explain_os_error(error, resumes=sets_key(arguments, "sweep.resume"), key=key)
         print_error(describe_os_error(error) if prints_only else f"the sweep stops: {message}")
         return 1
     finally:

@@ -217,10 +217,14 @@ def copyable_override(text: str, *, may_sweep: bool = False) -> str:
     return f"{key}={_quote_for_hydra(value)}"
 
 
-def sweep_dir_override(path: Path) -> str:
-    """Return the override that sets the directory of a sweep, in quotes if Hydra would read it as something else."""
-    plain = f"hydra.sweep.dir={path}"
-    return plain if SIMPLE.fullmatch(plain) else f"hydra.sweep.dir={_quote_for_hydra(str(path))}"
+SINGLE_RUN = "hydra.sweep.subdir=."
+"""Override that the command of a single run with ``hydra.run.dir`` gets: a sweep of one cell without a subfolder."""
+
+
+def sweep_dir_override(path: Path, key: str = "hydra.sweep.dir") -> str:
+    """Return the override that sets a directory, in quotes if Hydra would read it as something else."""
+    plain = f"{key}={path}"
+    return plain if SIMPLE.fullmatch(plain) else f"{key}={_quote_for_hydra(str(path))}"
 
 
 def _parse(text: str) -> Override | None:

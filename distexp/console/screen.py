@@ -64,7 +64,8 @@ class LiveRun:
     def refresh(self) -> None:
         """Show what the run has written since the last call."""
         for line in self.log.read_lines():
-            self.failed = self.failed or line == ERROR_HEADING
+            # A library may print in front of it without a new line, as torch does if a data loader process crashes.
+            self.failed = self.failed or line.endswith(ERROR_HEADING)
             if not self.failed and not OPERATOR_LOADED.fullmatch(line):
                 self._print(f"[dim]{escape(printable(line))}[/dim]")
         for entry in self.operators.read_entries() if self.operators else []:

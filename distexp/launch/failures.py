@@ -29,6 +29,9 @@ PEER_LOSS = re.compile(
 )
 """Errors of a rank whose peer has died."""
 
+LOST_LOADER = re.compile(r"DataLoader worker .*(exited unexpectedly|killed by signal: Killed)")
+"""Errors of a rank whose data loader process was killed. torch writes the second one if it gets the signal's number."""
+
 
 class Cause(NamedTuple):
     """Why a run did not complete."""
@@ -52,17 +55,25 @@ def classify_failure(directory: Path, codes: Mapping[int, int], spec: RunSpec) -
         number = decode_group_signal(code)
         if number is not None:
             return _signal_cause(directory, number, f"the parent process of the workers on node {node}", phase)
-    return _worker_cause(directory, phase)
+    # The agents of other nodes may be stopped because a worker has failed. Its own agent has another code then.
+    stopped = [node for node, code in codes.items() if code == STOPPED_CODE]
+    is_stopped = bool(stopped) and set(codes.values()) <= {0, STOPPED_CODE}
+    return _worker_cause(directory, phase, f"the agent of node {stopped[0]}" if is_stopped else None)
 
 
-def _worker_cause(directory: Path, phase: str | None) -> Cause:
-    """Return the cause by the first error of a worker. Later errors are its consequences."""
+def _worker_cause(directory: Path, phase: str | None, stopped_agent: str | None) -> Cause:
+    """Return the cause by the first error of a worker. Later errors are its consequences.
+
+    ``stopped_agent`` names an agent that got SIGTERM from outside, and has ended its workers.
+    """
     errors = attempts.read_rank_errors(directory)
     first, deaths = next(iter(errors), None), signal_deaths(directory)
     is_victim = first is not None and bool(PEER_LOSS.search(first.message) or PEER_LOSS.search(first.type))
     if deaths and (first is None or is_victim):
         rank, number = deaths[0]
         return _signal_cause(directory, number, f"rank {rank}", phase, rank)
+    if stopped_agent is not None and (first is None or is_victim):
+        return _signal_cause(directory, signal.SIGTERM, stopped_agent, phase)
     earliest = next((end for end in _worker_ends(directory) if not end["stopped"]), None)
     if first is not None and is_victim and earliest and earliest["rank"] not in {error.rank for error in errors}:
         rank, code = earliest["rank"], earliest["code"]
@@ -75,9 +86,14 @@ def _worker_cause(directory: Path, phase: str | None) -> Cause:
         codes = ", ".join(f"rank {end['rank']}: {end['code']}" for end in _worker_ends(directory) if end["code"])
         message = f"no rank reported an error (exit codes: {codes or 'none'}): see logs/node*/*.log"
         printed = [line for path in GROUP_LOG.find(directory) for line in path.read_text(errors="replace").splitlines()]
-        if last := next(filter(str.strip, reversed(printed)), None):
-            message += f", where the parent process of the workers printed last: {name_limit(last.strip())}"
-        return Cause("failed", RunError("WorkerDied", message, phase))
+        last = next(filter(str.strip, reversed(printed)), "").strip()
+        if last:
+            message += f", where the parent process of the workers printed last: {name_limit(last)}"
+        status = texts.out_of_memory_status("WorkerDied", last) or "failed"
+        return Cause(status, RunError("WorkerDied", message, phase))
+    if LOST_LOADER.search(first.message) and oom_killed(directory):
+        process = f"a data loader process of rank {first.rank}"
+        return _signal_cause(directory, signal.SIGKILL, process, first.phase, first.rank)
     first.message = name_limit(first.message) or (address_space_hint() if first.type == "MemoryError" else "")
     return Cause(texts.out_of_memory_status(first.type, first.message) or "failed", first)
 
@@ -145,6 +161,10 @@ STACK_DUMP_S = 2.0
 """Time that workers get to write their stacks."""
 
 
+STOPPED_PARENT = -1
+"""Entry in the list of stopped ranks, if no rank is stopped but the parent process of the workers."""
+
+
 def inspect_workers(group_pid: int, run_dir: Path, node: int) -> None:
     """Write which workers of a node are stopped by a signal, and make every worker write its stacks to its log.
 
@@ -152,11 +172,13 @@ def inspect_workers(group_pid: int, run_dir: Path, node: int) -> None:
     """
     workers = processes.descendants(group_pid, recursive=False)
     stopped_pids = set()
-    for worker in workers:
+    for pid in (group_pid, *(worker.pid for worker in workers)):
         with suppress(psutil.NoSuchProcess):
-            if worker.status() == psutil.STATUS_STOPPED:
-                stopped_pids.add(worker.pid)
+            if psutil.Process(pid).status() == psutil.STATUS_STOPPED:
+                stopped_pids.add(pid)
     stopped = [progress.rank for progress in read_rank_progress(run_dir, node) if progress.pid in stopped_pids]
+    if not stopped and group_pid in stopped_pids:
+        stopped = [STOPPED_PARENT]
     files.write_json(STOPPED_RANKS.path(run_dir, node), stopped)
     for worker in workers:
         worker.send_signal(signal.SIGUSR1)
@@ -171,6 +193,8 @@ def hang_error(run_dir: Path, phase: str | None, limit: str) -> RunError:
     where = f": no step or new phase within {limit}. The stacks of {{}} ranks are in logs/node*/rank*.log"
     if not culprits:
         reason = "all ranks wait at the same point" if progress else "no worker has started"
+        if STOPPED_PARENT in stopped:
+            reason = "the parent process of the workers is stopped by a signal (SIGSTOP)"
         phase = phase or (progress[0].phase if progress else "setup")
         return RunError("Hang", reason + where.format("all"), phase)
     verb = "is" if len(culprits) == 1 else "are"

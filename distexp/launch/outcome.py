@@ -141,9 +141,10 @@ def finalize_dead_run(directory: Path, launcher: int, trusted: Sequence[str]) ->
             spec = RunSpec.read(directory)
             is_known = recorded_strategy(asdict(spec.config), trusted) is not None
             if other is None and is_known and not (directory / RECORD).exists():
-                why = f"its launcher (process {launcher}) and its agent died, as by kill -9 or on a read-only disk"
+                why = "and its agent died, as by kill -9 or on a read-only disk"
                 if attempts.read_agent_process(directory) is None:
-                    why = f"its launcher (process {launcher}) died before an agent started, as on a full disk"
+                    why = "died before an agent started, as by kill -9 or on a full disk"
+                why = f"its launcher (process {launcher}) {why}"
                 started = (directory / SPEC).stat().st_mtime
                 finalize_run(spec, directory, {}, started, why, ended=last_activity(directory))
     except (OSError, ValueError) as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import glob
 import itertools
 import json
 import os
@@ -21,17 +22,26 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from distexp.compose.composition import Cell
-from distexp.config import ConfigError
-from distexp.config.overrides import format_override, join_first, suggest_command
+from distexp.config import Config, ConfigError
+from distexp.config.fields import info_of
+from distexp.config.keys import get_value, schema_fields
+from distexp.config.overrides import (
+    SINGLE_RUN,
+    format_override,
+    join_first,
+    shell_quote,
+    suggest_command,
+    sweep_dir_override,
+)
 from distexp.guard.config_files import check_files, remember_file
 from distexp.launch.outcome import invalid_record
 from distexp.resolve import without_hydra
 from distexp.runs import attempts, texts
 from distexp.runs.record import ExistingRun, ExistingRuns, RunRecord, unmatched_message
 from distexp.runs.record_sections import RunInfo
-from distexp.runs.run_dir import ATTEMPT_FILES, COMMAND, HYDRA, LEDGER, MULTIRUN, PREDICTED
+from distexp.runs.run_dir import ATTEMPT_FILES, COMMAND, HYDRA, LEDGER, MULTIRUN, PREDICTED, RECORD, SPEC
 from distexp.system import files, typed_values
-from distexp.system.files import PACKAGE, write_json
+from distexp.system.files import PACKAGE, read_or_none, write_json
 
 
 @dataclass(frozen=True)
@@ -46,9 +56,13 @@ class AssignedRun:
 
 def make_run_info(cell: Cell, number: int, code: GitState, snapshot: str | None = None) -> RunInfo:
     """Return the identity of a cell's run."""
-    overrides = [format_override(text) for text in cell.overrides if not text.startswith("sweep.")]
     name = str(cell.composed.name) if cell.config is None else cell.config.name
+    overrides = _overrides_of(cell)
     return RunInfo(cell.id, name, number, overrides, git_sha=code.sha, git_dirty=code.dirty, snapshot=snapshot)
+
+
+def _overrides_of(cell: Cell) -> list[str]:
+    return [format_override(text) for text in cell.overrides if not text.startswith("sweep.")]
 
 
 def write_invalid(run: AssignedRun) -> RunRecord:
@@ -100,7 +114,7 @@ def assign_run_dirs(
         composed = cell.composed
         if known is None:
             directory_of = partial(run_dir_for, composed, sweep_dir)
-            claimed = claim_run_dir(directory_of, first_free, sweep_dir, resume=resume)
+            claimed = claim_run_dir(directory_of, first_free, sweep_dir, cell if resume else None)
             first_free = claimed.number + 1
         else:
             claimed = ClaimedDir(known.number, run_dir_for(composed, sweep_dir, known.number))
@@ -132,12 +146,14 @@ class ClaimedDir(NamedTuple):
     directory: Path
 
 
-def claim_run_dir(directory_of: Callable[[int], Path], first: int, sweep_dir: Path, *, resume: bool) -> ClaimedDir:
+def claim_run_dir(
+    directory_of: Callable[[int], Path], first: int, sweep_dir: Path, resumed: Cell | None = None
+) -> ClaimedDir:
     """Claim the first free run directory by creating its ``.hydra`` folder.
 
-    Creating a folder is atomic, so two commands never share a run directory. ``sweep_dir`` and ``resume`` change the
-    message only. Raise ConfigError if every number has the same directory (``hydra.run.dir``), and it is taken, or if
-    the directory contains files of something else.
+    Creating a folder is atomic, so two commands never share a run directory. A ``resumed`` cell takes one that an
+    interrupted start has left without a run. ``sweep_dir`` changes the message only. Raise ConfigError if every number
+    has the same directory (``hydra.run.dir``), and it is taken, or if the directory contains files of something else.
     """
     for number in itertools.count(first):
         directory = directory_of(number)
@@ -145,8 +161,10 @@ def claim_run_dir(directory_of: Callable[[int], Path], first: int, sweep_dir: Pa
         try:
             (directory / HYDRA).mkdir()
         except FileExistsError:
+            if resumed is not None and not any((directory / name).exists() for name in (SPEC, RECORD)):
+                return ClaimedDir(number, directory)  # No other command uses it, because the sweep is locked.
             if directory == directory_of(number + 1):
-                raise ConfigError(_taken_message(directory, sweep_dir, resume=resume)) from None
+                raise ConfigError(_taken_message(directory, sweep_dir, resumed)) from None
             continue
         # The run would move files of something else to ``attempts/``.
         if found := [name for name in (*ATTEMPT_FILES, PREDICTED) if (directory / name).exists()]:
@@ -159,19 +177,31 @@ def claim_run_dir(directory_of: Callable[[int], Path], first: int, sweep_dir: Pa
     raise AssertionError("unreachable")
 
 
-def _taken_message(directory: Path, sweep_dir: Path, *, resume: bool) -> str:
+def _taken_message(directory: Path, sweep_dir: Path, resumed: Cell | None) -> str:
     subdir = os.path.relpath(directory, sweep_dir)
     key, value = ("hydra.run.dir", directory) if subdir == "." else ("hydra.sweep.subdir", subdir)
-    if resume:
+    if resumed is not None:
+        found = [run.overrides for run in ExistingRuns.read(directory).runs if run.directory == directory.absolute()]
+        cause, hint = "the new overrides define a different run", "resume without them"
+        if found == [_overrides_of(resumed)]:
+            content = [f"the content of {join_first(paths)} or "] if (paths := _local_paths(resumed.config)) else []
+            cause, hint = f"{''.join(content)}its configuration has changed since", "undo the change to continue it"
         return (
-            f"{directory} contains a single run ({key}), and the new overrides define a different run: resume "
-            f"without them, or start the new run in another directory. Add train.resume={directory} to start it from "
-            "the last checkpoint of this run"
+            f"{directory} contains a single run ({key}), and {cause}: {hint}, or start the new run in another "
+            f"directory. Add train.resume={directory} to start it from the last checkpoint of this run"
         )
     return (
         f"{key}={value} contains a run already: choose another directory, or resume that run with "
         f"{suggest_command('resume', sweep_dir.absolute())}"
     )
+
+
+def _local_paths(config: Config | None) -> list[str]:
+    """Return the files and folders that a configuration names, each with its key."""
+    if config is None:
+        return []
+    named = [(key, get_value(config, key)) for key, spec in schema_fields() if info_of(spec).path]
+    return [f"{key}={path}" for key, path in named if path and (os.path.exists(path) or glob.glob(path))]
 
 
 @contextmanager
@@ -183,10 +213,14 @@ def locked_sweep_dir(master: DictConfig, cells: int) -> Iterator[Path]:
     """
     typed = cast(list[str], OmegaConf.to_container(master.hydra.overrides.hydra))  # does not resolve ${...}
     chosen = any(text.startswith("hydra.sweep.dir=") for text in typed)
+    subdir = cast(dict[str, str], OmegaConf.to_container(master.hydra.sweep))["subdir"]
+    is_single = f"hydra.sweep.subdir={subdir}" == SINGLE_RUN
     if master.sweep.resume:
         check_files(Path(master.hydra.sweep.dir))
-    sweep_dir = claim_sweep_dir(Path(master.hydra.sweep.dir), chosen_by_user=chosen)
+    sweep_dir = claim_sweep_dir(Path(master.hydra.sweep.dir), chosen_by_user=chosen, is_single=is_single)
     with texts.name_folder(sweep_dir), attempts.sweep_lock(sweep_dir):
+        if not master.sweep.resume:
+            _refuse_other_kind(sweep_dir, is_single=is_single)
         if not (sweep_dir / MULTIRUN).exists():
             OmegaConf.save(master, sweep_dir / MULTIRUN)
         if not (sweep_dir / COMMAND).exists():
@@ -196,7 +230,23 @@ def locked_sweep_dir(master: DictConfig, cells: int) -> Iterator[Path]:
         yield sweep_dir
 
 
-def claim_sweep_dir(wanted: Path, *, chosen_by_user: bool) -> Path:
+def _refuse_other_kind(sweep_dir: Path, *, is_single: bool) -> None:
+    """Raise ConfigError for a single run in the directory of a sweep, and for a sweep in that of a single run.
+
+    Both would have a run 0, and ``distexp resume`` would know one of the two commands.
+    """
+    stored = read_or_none(sweep_dir / COMMAND, "words")
+    if not isinstance(stored, list) or is_single == (SINGLE_RUN in stored or (sweep_dir / HYDRA).exists()):
+        return
+    if is_single:
+        raise ConfigError(
+            f"hydra.run.dir={sweep_dir} is the directory of a sweep: choose another directory, or add the run to the "
+            f"sweep with {shell_quote(sweep_dir_override(sweep_dir))}"
+        )
+    raise ConfigError(f"hydra.sweep.dir={sweep_dir} is the directory of a single run: choose another directory")
+
+
+def claim_sweep_dir(wanted: Path, *, chosen_by_user: bool, is_single: bool) -> Path:
     """Create the directory of a sweep. If another command has just taken the default one, add a suffix."""
     try:
         wanted.parent.mkdir(parents=True, exist_ok=True)
@@ -204,7 +254,8 @@ def claim_sweep_dir(wanted: Path, *, chosen_by_user: bool) -> Path:
             wanted.mkdir(exist_ok=True)
             return wanted
     except FileNotFoundError:
-        raise ConfigError(f"{wanted} cannot be made: choose another directory with hydra.sweep.dir=DIR") from None
+        key = "hydra.run.dir" if is_single else "hydra.sweep.dir"
+        raise ConfigError(f"{wanted} cannot be made: choose another directory with {key}=DIR") from None
     for attempt in itertools.count(1):
         candidate = wanted if attempt == 1 else wanted.with_name(f"{wanted.name}_{attempt}")
         with suppress(FileExistsError):

@@ -225,7 +225,7 @@ def sweep_lock(sweep_dir: Path) -> Iterator[None]:
             raise ConfigError(
                 f"{owner} runs the sweep in {sweep_dir}: follow it with '{suggest_command('status', sweep_dir)} "
                 f"--watch', end it with '{suggest_command('cancel', sweep_dir)}', or choose another directory with "
-                "hydra.sweep.dir=DIR"
+                f"{names.directory_key(sweep_dir)}=DIR"
             )
         yield
 

@@ -130,6 +130,11 @@ OPERATORS_LOG = NodeFile("operators.log")
 """Output of the compiler that builds a node's operators."""
 
 
+def directory_key(folder: Path) -> str:
+    """Return the key that chose the directory of a run or a sweep: ``hydra.run.dir`` if it has both."""
+    return "hydra.run.dir" if (folder / COMMAND).exists() and (folder / HYDRA).exists() else "hydra.sweep.dir"
+
+
 def memory_trace_path(run_dir: Path, node: int) -> Path:
     """Return the memory trace of a node."""
     return run_dir / MEMORY / f"node{node}.csv"

@@ -14,7 +14,7 @@ from typing import Any
 from distexp.exceptions import ConfigError, text_of
 from distexp.runs.record import RunRecord
 from distexp.runs.record_sections import RunError
-from distexp.runs.run_dir import DISK_RESERVE
+from distexp.runs.run_dir import DISK_RESERVE, directory_key
 from distexp.system.typed_values import number_of, texts_of
 
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
@@ -62,14 +62,14 @@ def lacks_inodes(folder: Path) -> bool:
 def full_disk_error(error: BaseException, run_dir: Path, phase: str, rank: int | None = None) -> RunError:
     """Return the error for the record of a run that ended because a file system refused to write."""
     # A ConfigError already names its folder, such as that of the cache, and the hint.
-    message = str(error) if isinstance(error, ConfigError) else _full_disk_message(error, run_dir)
+    message = str(error) if isinstance(error, ConfigError) else _full_disk_message(error, run_dir, phase)
     return RunError("DiskFull", message, phase, rank)
 
 
-def _full_disk_message(error: BaseException, run_dir: Path) -> str:
+def _full_disk_message(error: BaseException, run_dir: Path, phase: str) -> str:
     named = error.filename if isinstance(error, OSError) else None
     folder = run_dir if named is None else Path(os.fsdecode(named)).parent
-    elsewhere = "start again on another disk with hydra.sweep.dir"
+    elsewhere = f"start again on another disk with {directory_key(run_dir)}"
     number = _refusal(error) or errno.ENOSPC
     if number == errno.EFBIG:
         return f"a file in {folder} would exceed the largest size of a file (see ulimit -f): raise it, or {elsewhere}"
@@ -80,14 +80,17 @@ def _full_disk_message(error: BaseException, run_dir: Path) -> str:
     free = 0
     with suppress(OSError):
         free = free_bytes(folder)
-    if number == errno.ENOSPC and named is None and free >= FULL_BYTES:
+    has_room = number == errno.ENOSPC and named is None and free >= FULL_BYTES
+    if has_room and phase != "save":
         return (
             f"a disk is full, but not that of {run_dir} ({free // 2**20:,} MiB free): make room in "
             f"{tempfile.gettempdir()}, in /dev/shm and in the folders of caches"
         )
     if number == errno.EDQUOT:
         return f"the disk quota of {folder} is exhausted: make room, or {elsewhere}"
-    return f"the disk of {folder} is full ({free // 1024:,} KiB free): make room, or {elsewhere}"
+    # A run saves to its own disk. The libraries do not name it, and what they have written is removed at once.
+    removed = " after the incomplete files were removed" if has_room else ""
+    return f"the disk of {folder} is full ({free // 1024:,} KiB free{removed}): make room, or {elsewhere}"
 
 
 def describe_disk_error(error: OSError) -> str:
@@ -199,7 +202,8 @@ GPU_IS_FULL = re.compile(
 """Texts of torch's allocator, also inside of an error of its compiler; of cuBLAS and cuDNN; and of CUDA and NCCL."""
 
 HOST_IS_FULL = re.compile(
-    r"MemoryError|std::bad_alloc|\[Errno 12\]|failed to map segment|(?i:(can't|cannot) allocate memory|out of memory)"
+    r"MemoryError|std::bad_alloc|\[Errno 12\]|failed to map segment|Memory allocation still failed|"
+    r"(?i:(can't|cannot) allocate memory|out of memory)"
 )
 
 

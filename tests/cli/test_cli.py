@@ -174,7 +174,11 @@ WRONG = {  # command lines, with a part of their message
     "sweep.cells=[['+strategy.name=fsdp']]": "distexp: strategy.name has a value already: leave the + out, as in",
     "experiment=deepspeed/zero_stages hydra.run.dir=here": "set hydra.sweep.dir only",
     "--multirun strategy=glob(d*) cluster.dry_run=true": "distexp: cluster.dry_run=true is for Slurm only",
-    "hydra.run.dir=/proc/foo": "distexp: /proc/foo cannot be made: choose another directory with hydra.sweep.dir=DIR\n",
+    "hydra.run.dir=/proc/foo": "distexp: /proc/foo cannot be made: choose another directory with hydra.run.dir=DIR\n",
+    "strategy=single hydra.run.dir=A hydra.sweep.dir=B": (
+        "distexp: hydra.run.dir=A is the directory of a single run, and hydra.sweep.dir=B is for a sweep: leave one"
+    ),
+    "hydra.sweep.subdir=x hydra.run.dir=A": "hydra.sweep.subdir=x is for a sweep: leave one of them out\n",
     "cluster.hang_timeout_min=1e-9": "cluster.hang_timeout_min=1e-09 must be from 0.01 to below 30000\n",
     "--multirun train.seed=glob(*)": "the sweep has 0 cells: start one with 1 to 100,000 cells\n",
     "repeats=1000000000": "the sweep has 1,000,000,000 cells",

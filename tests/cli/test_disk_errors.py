@@ -35,7 +35,7 @@ def test_a_full_disk_stops_a_sweep_before_its_first_run(
     assert main([f"{key}={disk}/sweep", *SMALL]) == 1
     assert capsys.readouterr().err == (
         f"distexp: the sweep stops: No space left on device ({disk}/sweep): free space, or choose another directory "
-        "with hydra.sweep.dir=DIR\n"
+        f"with {key}=DIR\n"
     )
 
 
@@ -101,6 +101,24 @@ def test_a_run_without_room_to_start_is_found_by_every_command_and_can_be_resume
     subprocess.run(["mount", "-o", "remount,size=9m", str(disk)], check=True)
     assert main(["resume", str(sweep)]) == 0
     assert RunRecord.read(sweep / "0" / "record.json").status == "completed"
+
+
+def test_a_single_run_whose_first_files_do_not_fit_can_be_resumed(
+    disk: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    subprocess.run(["mount", "-o", "remount,size=40k", str(disk)], check=True)
+    assert main([f"hydra.run.dir={disk}/run", *SMALL]) == 1
+    assert f"to continue: distexp resume {disk}/run\n" in capsys.readouterr().out
+    assert not (disk / "run" / "spec.json").exists()
+    assert main(["resume", f"{disk}/run"]) == 1
+    stops = f"distexp: the sweep stops: No space left on device ({disk}/run): free space and repeat the command\n"
+    assert stops in capsys.readouterr().err
+    subprocess.run(["mount", "-o", "remount,size=64k", str(disk)], check=True)
+    assert main(["resume", f"{disk}/run"]) == 1
+    assert stops in capsys.readouterr().err
+    found = RunRecord.read(disk / "run" / "record.json").error
+    assert found is not None
+    assert found.message.endswith("start again on another disk with hydra.run.dir"), "the run has started"
 
 
 def test_a_cache_that_is_no_folder_is_refused_before_the_first_run(

@@ -152,7 +152,7 @@ def test_the_traceback_is_in_the_log_and_not_on_the_screen(tmp_path: Path) -> No
         "CheckpointException", "ranks: 0\nTraceback (most recent call last):\n  File\nOSError: gone", "setup", 0
     )
     error.log = "logs/node0/rank0.log"
-    (tmp_path / "log").write_text(f"note: resuming\n{ERROR_HEADING}\nTraceback (most recent call last):\n  File\n")
+    (tmp_path / "log").write_text(f"note: resuming\n\0{ERROR_HEADING}\nTraceback (most recent call last):\n  File\n")
     screen, shown = plain_screen(total=1)
     LiveRun(screen.console, Tail(tmp_path / "none"), Tail(tmp_path / "none"), Tail(tmp_path / "log")).refresh()
     screen.show_result(record(0, status="failed", error=error), Path("/sweep/0"))

@@ -195,19 +195,20 @@ def test_a_stopped_launcher_leaves_a_record_and_no_process(
     assert len(list(tmp_path.rglob("spec.json"))) == 1, "no other run was started"
 
 
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("attempt", range(REPEATS))
-def test_a_killed_agent_ends_its_workers(attempt: int, tmp_path: Path) -> None:
+def test_a_killed_agent_ends_its_workers(attempt: int, number: signal.Signals, tmp_path: Path) -> None:
     with StartedCommand(tmp_path, *sabotage("hangs", rank=1, at=100), *QUICK, interpreter=True) as command:
         command.until_training()
         family = tree_of(command.process.pid)
         (agent,) = [p for p in family if "distexp.launch.agent" in p.cmdline()]
-        agent.kill()
+        agent.send_signal(number)
         assert command.process.wait(DEADLINE_S) == 1
         assert wait_for(lambda: have_ended(family[1:]))
     record = only_record(tmp_path)
-    assert (record.status, record.error and record.error.type) == ("killed", "SIGKILL")
+    assert (record.status, record.error and record.error.type) == ("killed", number.name)
     assert record.error is not None
-    assert "agent of node 0" in record.error.message
+    assert record.error.message == f"the agent of node 0 was terminated by {number.name}"
 
 
 def test_the_killed_parent_of_the_workers_is_named(tmp_path: Path) -> None:

@@ -26,22 +26,25 @@ WORKERS = """
 import os, signal, sys, time
 from pathlib import Path
 from distexp.runs.events import ProgressWriter
-run_dir = Path(sys.argv[1])
+run_dir, stopped_rank = Path(sys.argv[1]), int(sys.argv[2])
 reader, writer = os.pipe()
 for rank in range(2):
     if (pid := os.fork()) == 0:
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
         ProgressWriter(run_dir, 0, rank).advance("train", 7)
         os.write(writer, b"1")
-        if rank == 1:
+        if rank == stopped_rank:
             os.kill(os.getpid(), signal.SIGSTOP)
         time.sleep(600)
     os.read(reader, 1)
-os.waitpid(pid, os.WUNTRACED)
+if stopped_rank == 1:
+    os.waitpid(pid, os.WUNTRACED)
 print("stopped", flush=True)
+if stopped_rank == -1:
+    os.kill(os.getpid(), signal.SIGSTOP)
 time.sleep(600)
 """
-"""A parent process with two workers that have passed the same points. Rank 1 is stopped."""
+"""A parent process with two workers that have passed the same points. Rank 1 is stopped, or the parent as rank -1."""
 
 
 @pytest.fixture
@@ -92,20 +95,26 @@ def test_a_hang_before_the_first_worker_is_in_phase_setup(spec: RunSpec, tmp_pat
     assert error.message.startswith("no worker has started")
 
 
-def test_a_stopped_worker_is_named(spec: RunSpec, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("rank", "message"),
+    [(1, "rank 1 in phase train after step 7 is stopped"), (-1, "the parent process of the workers is stopped")],
+)
+def test_a_stopped_process_is_named(rank: int, message: str, spec: RunSpec, tmp_path: Path) -> None:
     log_dir(tmp_path, 0).mkdir(parents=True)
-    command = [sys.executable, "-c", WORKERS, str(tmp_path)]
+    command = [sys.executable, "-c", WORKERS, str(tmp_path), str(rank)]
     group = subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, start_new_session=True)
     try:
         assert group.stdout is not None
         assert group.stdout.readline() == b"stopped\n"
+        if rank == -1:
+            os.waitpid(group.pid, os.WUNTRACED)
         assert watch(group, spec, tmp_path, 0, started=time.time() - 60) == HANG_CODE
     finally:
         os.killpg(group.pid, signal.SIGKILL)
         group.wait()
     error = cause(tmp_path, spec)
-    assert (error.rank, error.phase) == (1, "train")
-    assert error.message.startswith("rank 1 in phase train after step 7 is stopped by a signal (SIGSTOP)")
+    assert (error.rank, error.phase) == (1 if rank == 1 else None, "train")
+    assert error.message.startswith(f"{message} by a signal (SIGSTOP)")
 
 
 def test_a_run_that_was_suspended_has_no_hang(spec: RunSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,17 +15,17 @@ import torch
 
 from distexp import exceptions
 from distexp.checkpoints.folder import checkpoint_dir, tmp_dir
-from distexp.launch import run_dirs
+from distexp.launch import failures, run_dirs
 from distexp.launch.agent import write_start_error
 from distexp.launch.failures import HANG_CODE, SIGNAL_OFFSET, STOPPED_CODE
-from distexp.launch.outcome import finalize_run, invalid_record, start_attempt
+from distexp.launch.outcome import finalize_dead_run, finalize_run, invalid_record, start_attempt
 from distexp.launch.slurm.client import JobState
 from distexp.launch.slurm.status import write_missing_record
-from distexp.runs.attempts import NO_RECORD
+from distexp.runs.attempts import NO_RECORD, write_error_file
 from distexp.runs.metrics import Metrics
 from distexp.runs.record import RunRecord, RunSpec
-from distexp.runs.record_sections import package_version
-from distexp.runs.run_dir import DISK_RESERVE, GROUP_LOG, RECORD, RESULT
+from distexp.runs.record_sections import RunError, package_version
+from distexp.runs.run_dir import DISK_RESERVE, GROUP_LOG, RANK_ERROR, RECORD, RESULT
 from distexp.worker.rank import write_outcome
 from tests.helpers.runs import make_spec
 from tests.helpers.small_disk import fill, small_disk
@@ -60,6 +60,8 @@ def test_the_result_becomes_the_record(status: str, spec: RunSpec, tmp_path: Pat
     [
         ({0: 0, 1: HANG_CODE}, None, ("failed", "Hang")),
         ({0: STOPPED_CODE}, "stopped by SIGTERM", ("killed", "Stopped")),
+        ({0: STOPPED_CODE}, None, ("killed", "SIGTERM")),
+        ({0: STOPPED_CODE, 1: 1}, None, ("failed", "WorkerDied")),
         ({0: 1}, None, ("failed", "WorkerDied")),
     ],
 )
@@ -108,9 +110,41 @@ def test_a_limit_of_the_address_space_is_named(
         path = GROUP_LOG.path(tmp_path, 0)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(log)
-        error = finalize_run(spec, tmp_path, {0: code}, time.time()).error
-        assert error is not None
-        assert error.message.endswith(f": {hint}") == is_named
+        record = finalize_run(spec, tmp_path, {0: code}, time.time())
+        assert record.status == ("oom_host" if log else "failed")
+        assert record.error is not None
+        assert record.error.message.endswith(f": {hint}") == is_named
+
+
+@pytest.mark.parametrize("kills", [0, 1])
+def test_a_data_loader_killed_by_the_kernel_for_memory_is_oom_host(
+    kills: int, spec: RunSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counters = {"cgroup": 3}
+    monkeypatch.setattr(failures, "oom_kills", lambda: dict(counters))
+    start_attempt(spec, tmp_path)
+    failures.save_counters(tmp_path)
+    counters["cgroup"] += kills
+    lost = RunError("RuntimeError", "DataLoader worker (pid(s) 7) exited unexpectedly", "train", 0)
+    write_error_file(RANK_ERROR.path(tmp_path, 0, 0), lost)
+    record = finalize_run(spec, tmp_path, {0: 1}, time.time())
+    assert record.error is not None
+    assert (record.status, record.error.type, record.error.message) == (
+        ("oom_host", "OutOfMemoryKilled", "the kernel ran out of memory and killed a data loader process of rank 0")
+        if kills
+        else ("failed", lost.type, lost.message)
+    )
+
+
+def test_the_possible_causes_of_a_launcher_that_died_before_an_agent_started(spec: RunSpec, tmp_path: Path) -> None:
+    start_attempt(spec, tmp_path)
+    finalize_dead_run(tmp_path, 7, ())
+    record = RunRecord.read(tmp_path / RECORD)
+    assert record.error is not None
+    assert (record.status, record.error.message) == (
+        "killed",
+        "its launcher (process 7) died before an agent started, as by kill -9 or on a full disk",
+    )
 
 
 def test_the_result_of_an_earlier_attempt_is_archived(spec: RunSpec, tmp_path: Path) -> None:

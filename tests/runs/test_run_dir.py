@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 from pathlib import Path
 
 import pytest
@@ -45,3 +46,22 @@ def test_a_run_does_not_start_in_a_folder_with_files_of_something_else(
     assert f"{tmp_path} contains {name}, which belong to no run" in capsys.readouterr().err
     assert (tmp_path / name).is_dir()
     assert not (tmp_path / ".hydra").exists()
+
+
+@pytest.mark.parametrize(
+    ("stored", "key", "message"),
+    [
+        ((), "hydra.run.dir", "is the directory of a sweep: choose another directory, or add the run to the "),
+        (("hydra.sweep.subdir=.",), "hydra.sweep.dir", "is the directory of a single run: choose another directory\n"),
+    ],
+)
+def test_a_directory_has_the_runs_of_a_sweep_or_a_single_run(
+    stored: tuple[str, ...], key: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Both would have a run 0."""
+    (tmp_path / "command.json").write_text(json.dumps({"words": stored, "directory": "/", "cells": 1}))
+    assert main(["model=gpt_tiny", "dataset=synthetic", "cluster.device=cpu", f"{key}={tmp_path}"]) == 2
+    shown = capsys.readouterr().err
+    assert f"distexp: {key}={tmp_path} {message}" in shown
+    assert shown.endswith(f" hydra.sweep.dir={tmp_path}\n") == (key == "hydra.run.dir")
+    assert not list(tmp_path.rglob(".hydra"))

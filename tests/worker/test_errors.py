@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from safetensors import SafetensorError
 
 from distexp.worker.__main__ import describe_error, without_tracebacks
 from tests.helpers.runs import make_spec
@@ -18,6 +19,7 @@ TORCH_ERROR = RuntimeError("[enforce fail at inline_container.cc:672] . unexpect
 WRAPPED = RuntimeError("CheckpointException\nTraceback\nOSError: [Errno 28] No space left on device")
 NO_SPACE = OSError(errno.ENOSPC, "No space left on device")
 QUOTA = OSError(errno.EDQUOT, "Disk quota exceeded")
+SAFETENSORS = SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
 LOW, HIGH = 300 * 1024, 1 << 30  # free bytes
 
 
@@ -35,6 +37,7 @@ LOW, HIGH = 300 * 1024, 1 << 30  # free bytes
         ("train", HIGH, QUOTA, "the disk quota of {run} is exhausted: make room, or start again on another disk"),
         ("train", HIGH, NO_SPACE, "a disk is full, but not that of {run} (1,024 MiB free): make room in "),
         ("train", HIGH, OSError(errno.ENOSPC, "No space", "/dev/shm/x"), "the disk of /dev/shm is full ("),
+        ("save", HIGH, SAFETENSORS, "the disk of {run} is full (1,048,576 KiB free after the incomplete files were "),
     ],
 )
 def test_a_full_disk_is_named(
