@@ -19,7 +19,7 @@ from distexp.runs import attempts, texts
 from distexp.runs.events import ranks_behind, read_phase_events, read_rank_progress
 from distexp.runs.record import RunRecord, RunSpec
 from distexp.runs.record_sections import RunError
-from distexp.runs.run_dir import EVENTS, GROUP_LOG, OOM_KILLS, OOM_MARK, STOPPED_RANKS, WORKER_EXITS
+from distexp.runs.run_dir import EVENTS, GROUP_LOG, OOM_KILLS, OOM_MARK, RANK_LOG, STOPPED_RANKS, WORKER_EXITS
 from distexp.system import files, processes
 from distexp.system.cgroups import oom_kills
 
@@ -31,6 +31,13 @@ PEER_LOSS = re.compile(
 
 LOST_LOADER = re.compile(r"DataLoader worker .*(exited unexpectedly|killed by signal: Killed)")
 """Errors of a rank whose data loader process was killed. torch writes the second one if it gets the signal's number."""
+
+OTHER_SIZES_LOG = "op.preamble.length <= op.nbytes"
+OTHER_SIZES = (
+    "a worker sent a tensor of another size, as if workers skip different layers. For strategy=ddp add "
+    "ddp.find_unused_parameters=true"
+)
+"""Text in the log of a rank that gloo has ended, and what it means."""
 
 
 class Cause(NamedTuple):
@@ -107,6 +114,9 @@ def _signal_cause(directory: Path, number: int, process: str, phase: str | None,
     status = "killed" if number in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT) else "failed"
     # Libraries crash if they cannot allocate memory.
     hint = address_space_hint() if number in (signal.SIGSEGV, signal.SIGBUS) else ""
+    if number == signal.SIGABRT and rank is not None:
+        logs = (path.read_text(errors="replace") for path in RANK_LOG.find(directory, rank=rank))
+        hint = OTHER_SIZES if any(OTHER_SIZES_LOG in log for log in logs) else ""
     message = f"{process} was terminated by {name}{f': {hint}' if hint else ''}"
     return Cause(status, RunError(name, message, phase, rank))
 

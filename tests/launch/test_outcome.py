@@ -25,7 +25,8 @@ from distexp.runs.attempts import NO_RECORD, write_error_file
 from distexp.runs.metrics import Metrics
 from distexp.runs.record import RunRecord, RunSpec
 from distexp.runs.record_sections import RunError, package_version
-from distexp.runs.run_dir import DISK_RESERVE, GROUP_LOG, RANK_ERROR, RECORD, RESULT
+from distexp.runs.run_dir import DISK_RESERVE, GROUP_LOG, RANK_ERROR, RANK_LOG, RECORD, RESULT, WORKER_EXITS
+from distexp.system.files import write_json
 from distexp.worker.rank import write_outcome
 from tests.helpers.runs import make_spec
 from tests.helpers.small_disk import fill, small_disk
@@ -134,6 +135,19 @@ def test_a_data_loader_killed_by_the_kernel_for_memory_is_oom_host(
         if kills
         else ("failed", lost.type, lost.message)
     )
+
+
+def test_workers_that_skip_different_layers_get_the_key_that_helps(spec: RunSpec, tmp_path: Path) -> None:
+    start_attempt(spec, tmp_path)
+    RANK_LOG.path(tmp_path, 0, 1).parent.mkdir(parents=True)
+    ends = [{"rank": 1, "code": -6, "stopped": False, "unix_time_s": 1.0}]
+    write_json(WORKER_EXITS.path(tmp_path, 0), ends)
+    log = "[enforce fail at gloo/transport/tcp/pair.cc:456] op.preamble.length <= op.nbytes. 55552 vs 8."
+    RANK_LOG.path(tmp_path, 0, 1).write_text(log)
+    error = finalize_run(spec, tmp_path, {0: 1}, time.time()).error
+    assert error is not None
+    assert error.message.startswith("rank 1 was terminated by SIGABRT: a worker sent a tensor of another size")
+    assert error.message.endswith(" ddp.find_unused_parameters=true")
 
 
 def test_the_possible_causes_of_a_launcher_that_died_before_an_agent_started(spec: RunSpec, tmp_path: Path) -> None:
