@@ -22,7 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from distexp.compose.composition import Cell
 from distexp.config import ConfigError
-from distexp.config.overrides import format_override, join_first, suggest_command
+from distexp.config.overrides import copyable_overrides, format_override, join_first, suggest_command
 from distexp.guard.config_files import check_files, remember_file
 from distexp.launch.outcome import invalid_record
 from distexp.resolve import without_hydra
@@ -163,10 +163,11 @@ def _taken_message(directory: Path, sweep_dir: Path, *, resume: bool) -> str:
     subdir = os.path.relpath(directory, sweep_dir)
     key, value = ("hydra.run.dir", directory) if subdir == "." else ("hydra.sweep.subdir", subdir)
     if resume:
+        resumed = copyable_overrides(f"train.resume={directory}")
         return (
             f"{directory} contains a single run ({key}), and the new overrides define a different run: resume "
-            f"without them, or start the new run in another directory. Add train.resume={directory} to start it from "
-            "the last checkpoint of this run"
+            f"without them, or start the new run in another directory. Add {resumed} to start it from the last "
+            "checkpoint of this run"
         )
     return (
         f"{key}={value} contains a run already: choose another directory, or resume that run with "

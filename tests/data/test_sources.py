@@ -568,6 +568,23 @@ def test_the_keys_for_unusual_image_folders_are_used(tmp_path: Path) -> None:
         assert load(*IMAGES, "dataset=image_folder", *typed).class_names == ("a", "b")
 
 
+def test_keys_that_a_message_about_image_folders_names_can_be_typed(tmp_path: Path) -> None:
+    root = tmp_path / "my photos, new"
+    for name in ("train_images/a/1.png", "train_images/b/1.png", "test_images/a/1.png"):
+        (root / name).parent.mkdir(parents=True)
+        save_image(root / name)
+    typed = *IMAGES, "dataset=image_folder", f"dataset.path='{root}'"
+    with pytest.raises(ConfigError) as caught:
+        resolve_cell(*typed)
+    advice = shlex.split(caught.value.errors[0].partition(", or set ")[2])
+    assert load(*IMAGES, "dataset=image_folder", *advice).class_names == ("a", "b")
+    (root / "wnids.txt").touch()
+    with pytest.raises(ConfigError) as caught:
+        resolve_cell(*typed)
+    advice = shlex.split(caught.value.errors[0].partition(": use ")[2])
+    assert advice == ["dataset=tinyimagenet", f"dataset.root='{root}'"]
+
+
 def test_all_tokens_of_squad_can_be_targets() -> None:
     words = ("model=gpt_tiny", *ONE_WORKER, "dataset=squad_sample")
     answer, whole = load(*words), load(*words, "dataset.targets=all")

@@ -398,9 +398,10 @@ def test_a_pretrained_bloom_is_read_from_its_path(tmp_path: Path) -> None:
         bloom.build(replace(config, num_layers=3), 300)
     with pytest.raises(ConfigError, match=r"model.vocab_size=320 is smaller than the tokenizer, which has 321 entries"):
         bloom.build(replace(config, vocab_size=None), 321)
-    save_model(tmp_path / "llama", LLAMA)
-    with pytest.raises(ConfigError, match=r"of type llama, but model=bloom_560m is a BLOOM: use model=hf"):
-        bloom.build(replace(config, path=str(tmp_path / "llama")), 300)
+    save_model(tmp_path / "a llama", LLAMA)
+    advice = f'use model=hf "model.name={tmp_path}/a llama"'.replace('"', "'")
+    with pytest.raises(ConfigError, match=f"of type llama, but model=bloom_560m is a BLOOM: {advice}"):
+        bloom.build(replace(config, path=str(tmp_path / "a llama")), 300)
 
 
 def test_a_folder_is_identified_by_content_and_shown_by_its_last_part(
