@@ -277,10 +277,41 @@ def test_a_folder_without_a_tokenizer_is_a_config_error(name: str, tmp_path: Pat
 
 def test_the_names_of_a_part_are_checked(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "gemma3"}')
-    sizes = {"hidden_size": 64, "rope_theta": 10_000.0}
+    sizes = {"hidden_size": 64, "torch_dtype": "float32"}
     assert hf.read_config("model.name", str(tmp_path), {"text_config": sizes}).text_config.hidden_size == 64
     with pytest.raises(ConfigError, match=r"^model.options.text_config.hiden_size is not .*: use hidden_size, "):
         hf.read_config("model.name", str(tmp_path), {"text_config": {"hiden_size": 64}})
+
+
+@pytest.mark.parametrize(
+    ("typed", "changed"),
+    [
+        ("rope_theta=5000", {"rope_theta": 5000.0}),
+        ("rope_parameters.rope_theta=5000", {"rope_theta": 5000.0}),
+        ("rope_scaling={type:linear,factor:2.0}", {"rope_type": "linear", "factor": 2.0}),
+    ],
+)
+def test_a_change_of_the_rope_keeps_its_other_values(typed: str, changed: dict[str, Any], tmp_path: Path) -> None:
+    built = build_random(tmp_path, LLAMA | {"rope_theta": 500_000.0}, f"+model.options.{typed}")
+    assert built.config.rope_parameters == {"rope_theta": 500_000.0, "rope_type": "default", **changed}
+
+
+def test_each_type_of_layers_has_its_rope(tmp_path: Path) -> None:
+    for kind, prefix in (("gemma3", "text_config."), ("gemma3_text", "")):
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
+
+        def read(changes: dict[str, Any], prefix: str = prefix) -> dict[str, Any]:
+            named = {"text_config": changes} if prefix else changes
+            rope: dict[str, Any] = hf.read_config("model.name", str(tmp_path), named).get_text_config().rope_parameters
+            return {name: values["rope_theta"] for name, values in rope.items()}
+
+        thetas = read({"rope_parameters": {"full_attention": {"rope_theta": 5000}}})
+        assert thetas == {"full_attention": 5000, "sliding_attention": 10_000}
+        with pytest.raises(ConfigError, match=rf"^model.options.{prefix}rope_theta is not .*full_attention.rope_theta"):
+            read({"rope_theta": 5000})
+    (tmp_path / "config.json").write_text('{"model_type": "opt"}')
+    with pytest.raises(ConfigError, match=r"^model.options.rope_theta is not a value of the config.json of"):
+        hf.read_config("model.name", str(tmp_path), {"rope_theta": 5000})
 
 
 @pytest.mark.parametrize("section", [None, "text_config"])
