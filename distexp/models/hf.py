@@ -44,9 +44,11 @@ def build(model: ModelConfig, num_classes: int) -> nn.Module:
     config = _read_config(model, num_classes)
     replaces_attention = config.model_type == "bloom" and model.attention in ("sdpa", "flex")
     if model.attention != "auto" and not replaces_attention:
-        _set_attention(config, model)
+        with task_models.named_options(model):
+            _set_attention(config, model)
     # Once its Trainer has started with ZeRO-3, transformers would partition each new model, which is a collective.
-    with replaced("transformers.integrations.deepspeed", "_hf_deepspeed_config_weak_ref", lambda _: None):
+    unpartitioned = replaced("transformers.integrations.deepspeed", "_hf_deepspeed_config_weak_ref", lambda _: None)
+    with unpartitioned, task_models.named_options(model):
         if model.init == "pretrained" and not on_meta_device():
             built = read_weights(auto_class, "model.name", model.name, config, new_head=model.traits.has_classes)
         else:
@@ -121,8 +123,7 @@ def _fit_numbers(config: Any, changes: Mapping[str, Any]) -> dict[str, Any]:
 def _merge(config: Any, changes: Mapping[str, Any]) -> dict[str, Any]:
     """Return changes of a configuration, and of its parts, with the other values of its dictionaries.
 
-    transformers would replace a dictionary as a whole. Values of ``rope_parameters`` may have the names and places
-    that they have in older files.
+    Otherwise transformers replaces a dictionary. Values of ``rope_parameters`` may be named as in older files.
     """
     merged = dict(changes)
     rope = getattr(config, "rope_parameters", None)

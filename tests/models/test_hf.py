@@ -567,6 +567,21 @@ def test_an_option_gets_the_type_of_number_that_transformers_takes(
         assert hf.build(shape, 100).config.rms_norm_eps == 1
 
 
+@pytest.mark.parametrize(
+    ("typed", "message"),
+    [
+        ("+model.options.hidden_act=foo", r"hidden_act=foo \(KeyError: .*foo.*\): correct these options"),
+        ("+model.options.hidden_act=foo model.attention=eager", r"hidden_act=foo \(KeyError: "),
+        ("+model.options.pad_token_id=5000", r"pad_token_id=5000 \(AssertionError: "),
+        ("+model.options.layer_types=[full_attention]", r"layer_types=\['full_attention'\] \(IndexError: "),
+    ],
+)
+def test_options_with_which_no_model_can_be_built_are_named(typed: str, message: str, tmp_path: Path) -> None:
+    qwen = {**LLAMA, "model_type": "qwen3"}
+    with pytest.raises(ConfigError, match=rf"cannot build model.name={tmp_path} with model.options.{message}"):
+        build_random(tmp_path, qwen, *typed.split())
+
+
 @pytest.mark.parametrize("typed", ["encoder_layerdrop=high", "activation_function=3"])
 def test_an_option_that_transformers_does_not_accept_is_a_config_error(typed: str, tmp_path: Path) -> None:
     with pytest.raises(
