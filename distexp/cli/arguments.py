@@ -33,6 +33,7 @@ from distexp.config.overrides import (
     parse,
     plain_value,
     quote_choice,
+    shell_quote,
 )
 from distexp.exceptions import print_error
 
@@ -195,6 +196,7 @@ def check_arguments(arguments: Sequence[str], *, may_name_command: bool = True) 
     """
     parser = get_args_parser()
     parser.error = _raise_error  # type: ignore[method-assign]
+    parser.allow_abbrev = False  # What reads the options later, such as a printed command, knows the whole names.
     known, unknown = parser.parse_known_intermixed_args(list(arguments))
     overrides: list[str] = known.overrides
     # An error may cause others of the kinds below it, so only the first kind is reported.
@@ -331,8 +333,10 @@ def _explain_option(argument: str, arguments: Sequence[str]) -> str:
     name = option.lstrip("-").replace("-", "_")
     if hint := translate(name, value):
         return f"{option} is not an option{hint}"
-    keys = " or ".join(f"{key}={value or 'VALUE'}" for key in _keys_named(name))
-    hint = f": write {keys}" if keys else suggest(option, RUN_OPTIONS) or ": see distexp --help"
+    known = sorted({*RUN_OPTIONS, *HYDRA_FLAGS, "--resolve", "--package"})
+    whole = [f"{full} {shell_quote(value)}" if value else full for full in known if full.startswith(option)]
+    written = [f"{key}={value or 'VALUE'}" for key in _keys_named(name)] or whole
+    hint = f": write {' or '.join(written)}" if written else suggest(option, RUN_OPTIONS) or ": see distexp --help"
     return f"{option} is not an option{hint}"
 
 

@@ -26,7 +26,7 @@ from distexp.config.keys import (
     strategy_groups,
 )
 from distexp.config.overrides import (
-    copyable_override,
+    copyable_overrides,
     home_message,
     parse,
     plain_value,
@@ -255,8 +255,8 @@ def explain_option(group: str, option: str, options: list[str]) -> str:
     if not near and group in ("model", "dataset", "strategy", "cluster") and option.isidentifier():
         texts.append(f"A custom option, in FOLDER/{group}/{option}.yaml, needs --config-dir FOLDER")
     if group == "model" and option:
-        name = "FOLDER_OR_HUB_ID" if near else option
-        texts.append(f"For another model of transformers, from the hub or a folder: model=hf model.name={name}")
+        typed = copyable_overrides("model=hf", f"model.name={'FOLDER_OR_HUB_ID' if near else option}")
+        texts.append(f"For another model of transformers, from the hub or a folder: {typed}")
     return f"{group}={option} is not an option{near or '.'} {'. '.join(texts)}"
 
 
@@ -275,13 +275,13 @@ def data_overrides(path: str) -> str | None:
     if not is_local(path):
         return None
     if (root / "wnids.txt").is_file():
-        return _join("model=resnet_tiny", "dataset=tinyimagenet", f"dataset.root={path}")
+        return copyable_overrides("model=resnet_tiny", "dataset=tinyimagenet", f"dataset.root={path}")
     if root.is_dir() and any(file.lower().endswith(ENDINGS) and Path(file).parent != root for file in walk_files(root)):
-        return _join("model=resnet_tiny", "dataset=image_folder", f"dataset.path={path}")
+        return copyable_overrides("model=resnet_tiny", "dataset=image_folder", f"dataset.path={path}")
     columns = first_columns(path)
     if root.suffix == ".json" and "data" in columns:
         evaluation = next(iter(sorted(root.parent.glob("*dev*.json"))), root)
-        return _join("dataset=squad", f"dataset.train_path={path}", f"dataset.eval_path={evaluation}")
+        return copyable_overrides("dataset=squad", f"dataset.train_path={path}", f"dataset.eval_path={evaluation}")
     return _text_overrides(path, columns)
 
 
@@ -295,11 +295,7 @@ def _text_overrides(path: str, columns: Sequence[str]) -> str:
         option, keys = "text", ["column"]
         found["column"] = found["column"] or next(iter(columns), "text")
     named = [f"dataset.{key}={found[key]}" for key in keys if found[key] != COLUMNS[key][0]]
-    return _join(f"dataset={option}", f"dataset.path={path}", *named, *further)
-
-
-def _join(*overrides: str) -> str:
-    return " ".join(shell_quote(copyable_override(text)) for text in overrides)
+    return copyable_overrides(f"dataset={option}", f"dataset.path={path}", *named, *further)
 
 
 def _suggest_option(group: str, option: str, options: list[str]) -> str:

@@ -122,6 +122,13 @@ TEXT = "text_config"
 """Section of a config.json with the sizes of the language model, next to those of images or sounds."""
 
 
+def named_vocabulary(architecture: Mapping[str, Any]) -> int | None:
+    """Return the size of the vocabulary in the values of a config.json; None if they have none."""
+    text = architecture.get(TEXT)
+    size = architecture.get("vocab_size") or (text.get("vocab_size") if isinstance(text, Mapping) else None)
+    return size if isinstance(size, int) else None
+
+
 def architecture_errors(model: ModelConfig) -> Iterator[str]:
     """Yield an error for each size of a model of transformers that no model has, without importing transformers."""
     found = architecture_of(model)

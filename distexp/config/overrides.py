@@ -188,7 +188,12 @@ SIMPLE = re.compile(r"[\w./@+~]+=[\w./+-]+", re.ASCII)
 
 def copyable_command(overrides: Iterable[str], *, command: str = "distexp", may_sweep: bool = False) -> str:
     """Return a command line that bash splits into a command and its overrides; ``may_sweep``: with several values."""
-    return " ".join([command, *(shell_quote(copyable_override(text, may_sweep=may_sweep)) for text in overrides)])
+    return f"{command} {copyable_overrides(*overrides, may_sweep=may_sweep)}".rstrip()
+
+
+def copyable_overrides(*overrides: str, may_sweep: bool = False) -> str:
+    """Return overrides as they are typed in bash, also if their values contain spaces or quotes."""
+    return " ".join(shell_quote(copyable_override(text, may_sweep=may_sweep)) for text in overrides)
 
 
 def shell_quote(text: str) -> str:

@@ -6,7 +6,7 @@ import torch
 from torch import Generator
 
 from distexp.config import ConfigError, DatasetConfig, ModelConfig
-from distexp.config.model_checks import loads_from_source, weights_source
+from distexp.config.model_checks import MODEL_TYPE, loads_from_source, named_vocabulary, weights_source
 from distexp.config.tasks import DECODER_LABELS, task_of
 from distexp.data.base import IGNORE, Sample, TaskData
 from distexp.data.images import collate_images
@@ -104,15 +104,22 @@ def _vocabulary_of_source(model: ModelConfig) -> int:
     source = weights_source(model)
     if source is None or not loads_from_source(model):
         return _require("model.vocab_size", None)
+    if size := named_vocabulary(model.options):
+        return size
     from transformers import AutoConfig
 
-    offline_if_unreachable(source)
+    kind = model.options.get(MODEL_TYPE)
+    if kind is None:
+        offline_if_unreachable(source)
     try:
-        return int(AutoConfig.from_pretrained(source, trust_remote_code=False).get_text_config().vocab_size)
+        load = AutoConfig.from_pretrained
+        config = load(source, trust_remote_code=False) if kind is None else AutoConfig.for_model(kind)
+        return int(config.get_text_config().vocab_size)
     except (OSError, ValueError, KeyError, AttributeError) as error:
+        key, value = ("model.name", source) if kind is None else (f"model.options.{MODEL_TYPE}", kind)
+        what = ", whose config.json cannot be read" if kind is None else ", which has none"
         raise ConfigError(
-            f"dataset=synthetic needs the vocab_size of model.name={source}, whose config.json cannot be read "
-            f"({first_line(error)}): correct model.name"
+            f"dataset=synthetic needs the vocab_size of {key}={value}{what} ({first_line(error)}): correct {key}"
         ) from error
 
 

@@ -14,7 +14,13 @@ import tokenizers
 from numpy.typing import NDArray
 
 from distexp.config import ConfigError, ModelConfig
-from distexp.config.model_checks import TEXT, architecture_of, loads_from_source, names_source, weights_source
+from distexp.config.model_checks import (
+    architecture_of,
+    loads_from_source,
+    named_vocabulary,
+    names_source,
+    weights_source,
+)
 from distexp.exceptions import first_line
 from distexp.system.cache_dir import build_once, cache_dir, offline_if_unreachable
 
@@ -184,9 +190,7 @@ def load_tokenizer(model: ModelConfig, texts: Iterable[str]) -> Tokenizer:
 def _embeddings(model: ModelConfig) -> int:
     """Return the vocabulary in the config.json of a model; ``DEFAULT_VOCAB_SIZE`` if none names one."""
     found = architecture_of(model) if names_source(model) else {}
-    text = found.get(TEXT)
-    size = found.get("vocab_size") or (text.get("vocab_size") if isinstance(text, dict) else None)
-    return size if isinstance(size, int) else DEFAULT_VOCAB_SIZE
+    return named_vocabulary(found) or DEFAULT_VOCAB_SIZE
 
 
 def train_byte_tokenizer(texts: Iterable[str], max_size: int, special: tuple[str, ...] = (PAD, EOS)) -> ByteTokenizer:

@@ -27,6 +27,7 @@ from distexp.config.fields import info_of
 from distexp.config.keys import get_value, schema_fields
 from distexp.config.overrides import (
     SINGLE_RUN,
+    copyable_overrides,
     format_override,
     join_first,
     shell_quote,
@@ -188,7 +189,8 @@ def _taken_message(directory: Path, sweep_dir: Path, resumed: Cell | None) -> st
             cause, hint = f"{''.join(content)}its configuration has changed since", "undo the change to continue it"
         return (
             f"{directory} contains a single run ({key}), and {cause}: {hint}, or start the new run in another "
-            f"directory. Add train.resume={directory} to start it from the last checkpoint of this run"
+            f"directory. Add {copyable_overrides(f'train.resume={directory}')} to start it from the last checkpoint of "
+            "this run"
         )
     return (
         f"{key}={value} contains a run already: choose another directory, or resume that run with "

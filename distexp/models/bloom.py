@@ -13,6 +13,7 @@ from transformers.models.bloom import modeling_bloom
 
 from distexp.config import ConfigError, ModelConfig
 from distexp.config.model_checks import resolve_vocab_size, validate_model
+from distexp.config.overrides import copyable_overrides
 from distexp.models import attention as attentions
 from distexp.models.attention import ScoreFunction
 from distexp.models.hf import on_meta_device, read_config, read_weights
@@ -73,7 +74,7 @@ def _read_pretrained_config(model: ModelConfig, num_classes: int) -> Any:
     if config.model_type != "bloom":
         raise ConfigError(
             f"model.path={model.path} has a model of type {config.model_type}, but model={model.name} is a "
-            f"BLOOM: use model=hf model.name={model.path}"
+            f"BLOOM: use {copyable_overrides('model=hf', f'model.name={model.path}')}"
         )
     names = {"vocab_size": "vocab_size", "hidden_size": "hidden_size", "num_layers": "n_layer", "num_heads": "n_head"}
     sizes = {key: getattr(config, name) for key, name in names.items()}

@@ -44,9 +44,11 @@ def build(model: ModelConfig, num_classes: int) -> nn.Module:
     config = _read_config(model, num_classes)
     replaces_attention = config.model_type == "bloom" and model.attention in ("sdpa", "flex")
     if model.attention != "auto" and not replaces_attention:
-        _set_attention(config, model)
+        with task_models.named_options(model):
+            _set_attention(config, model)
     # Once its Trainer has started with ZeRO-3, transformers would partition each new model, which is a collective.
-    with replaced("transformers.integrations.deepspeed", "_hf_deepspeed_config_weak_ref", lambda _: None):
+    unpartitioned = replaced("transformers.integrations.deepspeed", "_hf_deepspeed_config_weak_ref", lambda _: None)
+    with unpartitioned, task_models.named_options(model):
         if model.init == "pretrained" and not on_meta_device():
             built = read_weights(auto_class, "model.name", model.name, config, new_head=model.traits.has_classes)
         else:
@@ -98,7 +100,8 @@ def _config_of(values: dict[str, Any]) -> Any:
     kind = values.pop(MODEL_TYPE)
     try:
         config = AutoConfig.for_model(kind)
-        if unknown := sorted(set(values) - {*config.to_dict(), "rope_theta"}):
+        known = {*config.to_dict(), *(["rope_theta"] if hasattr(config, "rope_parameters") else [])}
+        if unknown := sorted(set(values) - known):
             raise _unknown_option(unknown[0], config, f"model.options.{MODEL_TYPE}={kind}")
         return AutoConfig.for_model(kind, **_fit_numbers(config, values))
     except ConfigError:
@@ -115,6 +118,48 @@ def _fit_numbers(config: Any, changes: Mapping[str, Any]) -> dict[str, Any]:
         is_part = isinstance(value, Mapping) and hasattr(part, "sub_configs")
         fitted[name] = _fit_numbers(part, value) if is_part else fit_number(config, name, value)
     return fitted
+
+
+def _merge(config: Any, changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return changes of a configuration, and of its parts, with the other values of its dictionaries.
+
+    Otherwise transformers replaces a dictionary. Values of ``rope_parameters`` may be named as in older files.
+    """
+    merged = dict(changes)
+    rope = getattr(config, "rope_parameters", None)
+    if isinstance(rope, dict) and not _layer_types(config):
+        scaling = merged.pop("rope_scaling") if isinstance(merged.get("rope_scaling"), Mapping) else {}
+        moved = {"rope_type" if name == "type" else name: value for name, value in scaling.items()}
+        for name in {"rope_theta", "partial_rotary_factor"} & {*merged} & {*rope}:
+            moved[name] = merged[name]
+            if not hasattr(config, name):  # A few types have both.
+                del merged[name]
+        if moved:
+            merged["rope_parameters"] = {**moved, **(merged.get("rope_parameters") or {})}
+    for name, value in merged.items():
+        current = getattr(config, name, None)
+        if isinstance(value, Mapping) and hasattr(current, "sub_configs"):
+            merged[name] = _merge(current, value)
+        elif isinstance(value, Mapping) and isinstance(current, dict) and name not in ("id2label", "label2id"):
+            merged[name] = _merge_values(current, value)
+    return merged
+
+
+def _merge_values(current: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(current)
+    for name, value in changes.items():
+        known = current.get(name)
+        if isinstance(known, Mapping) and isinstance(value, Mapping):
+            merged[name] = _merge_values(known, value)
+        else:
+            merged[name] = float(value) if type(known) is float and type(value) is int else value
+    return merged
+
+
+def _layer_types(config: Any) -> list[str]:
+    """Return the types of layers that have each their own RoPE parameters; empty if all layers have the same."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    return [name for name, value in rope.items() if isinstance(value, Mapping)]
 
 
 def _reason(error: Exception) -> str:
@@ -134,17 +179,26 @@ def _check_parts(config: Any, changes: Mapping[str, Any], where: str, prefix: st
             continue
         if value.get(MODEL_TYPE, part.model_type) != part.model_type:
             continue  # another kind of part, with other names
-        if wrong := sorted(key for key in value if not hasattr(part, key) and key not in OLD_NAMES):
+        if wrong := sorted(key for key in value if not _is_known(part, key)):
             raise _unknown_option(wrong[0], part, f"{prefix}{name} of {where}", f"{prefix}{name}.")
         _check_parts(part, value, where, f"{prefix}{name}.")
 
 
-OLD_NAMES = {"rope_theta", "rope_scaling", "torch_dtype"}
-"""Names that transformers reads and stores as others."""
+OLD_NAMES = ("rope_theta", "rope_scaling")
+"""Names that transformers reads and stores in ``rope_parameters``."""
+
+
+def _is_known(config: Any, name: str) -> bool:
+    """Return whether a value can have a name. Values of each type of layers have no older names."""
+    if name in OLD_NAMES and hasattr(config, "rope_parameters"):
+        return not _layer_types(config)
+    return hasattr(config, name) or name == "torch_dtype"
 
 
 def _unknown_option(name: str, config: Any, where: str, prefix: str = "") -> ConfigError:
     known = get_close_matches(name, config.to_dict(), n=3, cutoff=0.4) or ["one of its keys"]
+    if name in OLD_NAMES and (types := _layer_types(config)):
+        known = [f"rope_parameters.{each}{'.rope_theta' if name == 'rope_theta' else ''}" for each in types]
     return ConfigError(
         f"model.options.{prefix}{name} is not a value of the config.json of {where} ({config.model_type}): use "
         f"{', '.join(known)}, or leave it out"
@@ -183,14 +237,18 @@ def read_config(key: str, source: str, changes: Mapping[str, Any] | None = None)
     from transformers import AutoConfig
 
     offline_if_unreachable(source)
+    merged: dict[str, Any] = {}
     load = partial(AutoConfig.from_pretrained, source, trust_remote_code=False, return_unused_kwargs=True)
     try:
+        config, unknown = original, _ = load()
+        merged = _merge(original, changes or {})
         try:
-            config, unknown = load(**(changes or {}))
+            if merged:
+                config, unknown = load(**merged)
         except Exception as error:
-            if not changes or isinstance(error, OSError):
+            if isinstance(error, OSError):
                 raise
-            config, unknown = load(**_fit_numbers(load()[0], changes))
+            config, unknown = load(**_fit_numbers(original, merged))
     except (OSError, ValueError, KeyError) as error:
         raise _read_error(key, source, "a model's config.json", error) from error
     except Exception as error:  # any: transformers checks values in several ways
@@ -200,10 +258,10 @@ def read_config(key: str, source: str, changes: Mapping[str, Any] | None = None)
         raise ConfigError(
             f"transformers does not accept the configuration of {key}={source} ({_reason(error)}): correct {named}"
         ) from error
-    if wrong := sorted(set(unknown) & set(changes or {})):
-        raise _unknown_option(wrong[0], config, f"{key}={source}")
-    if any(isinstance(value, Mapping) for value in (changes or {}).values()):
-        _check_parts(load()[0], changes or {}, f"{key}={source}")
+    old = {name for name in OLD_NAMES if name in (changes or {}) and not _is_known(original, name)}
+    if wrong := sorted({*unknown} & {*merged} | old):
+        raise _unknown_option(wrong[0], original, f"{key}={source}")
+    _check_parts(original, changes or {}, f"{key}={source}")
     return config
 
 

@@ -1,7 +1,8 @@
 """Models of transformers for a task, and image models of timm and torchvision."""
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,7 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from distexp.config import ConfigError, ModelConfig
+from distexp.config.keys import shown
 from distexp.config.model_checks import TIMM_MISSING, validate_model
+from distexp.config.overrides import join_first
 from distexp.config.tasks import TASKS, task_of
 from distexp.data.base import IGNORE, TaskData
 from distexp.exceptions import first_line
@@ -38,6 +41,27 @@ def wrong_task(model: ModelConfig, config: Any) -> ConfigError:
     kind = f"a causal LM ({config.model_type})" if model.traits.is_causal else f"for {model.task} ({config.model_type})"
     hint = f"type {' or '.join(fitting)}, or use another model" if fitting else "use another model"
     return ConfigError(f"model.name={model.name} is not {kind}: {hint}")
+
+
+BUILD_ERRORS = (LookupError, AssertionError, AttributeError, TypeError, ValueError, ArithmeticError)
+"""Errors of transformers about values of a configuration that it has not checked. Others are of the machine."""
+
+
+@contextmanager
+def named_options(model: ModelConfig) -> Iterator[None]:
+    """Raise ConfigError, which names ``model.options``, if a model cannot be built with them during the block."""
+    try:
+        yield
+    except BUILD_ERRORS as error:
+        if isinstance(error, ConfigError) or not model.options:
+            raise
+        reason = f"{type(error).__name__}: {first_line(error)}"
+        named = [name for name, value in model.options.items() if isinstance(value, str) and repr(value) in str(error)]
+        typed = [f"model.options.{name}={shown(model.options[name])}" for name in named or model.options]
+        raise ConfigError(
+            f"transformers cannot build model.name={model.name} with {join_first(typed, 4)} ({reason}): correct "
+            "these options, or leave them out"
+        ) from error
 
 
 def is_of_head(model: Any, name: str) -> bool:

@@ -391,6 +391,35 @@ def test_a_wrong_row_is_named_and_all_are_counted(
 
 
 @pytest.mark.parametrize(
+    ("texts", "message"),
+    [
+        ([*1500 * ["a"], None, "b", None], r"my.parquet, row 1501: text is null and not a text; 2 of 1503 rows are"),
+        ([b"a"], r"my.parquet, row 1: text is binary data and not a text; 1 of 1 rows is wrong"),
+    ],
+)
+def test_wrong_rows_of_parquet_are_refused_before_a_run_starts(
+    texts: list[Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "my.parquet"
+    parquet.write_table(pyarrow.table({"text": texts, "other": [None] * len(texts)}), path)
+    words = (*TEXT, "dataset=text", f"dataset.path={path}")
+    with pytest.raises(ConfigError, match=message):
+        resolve_cell(*words)
+    parquet.write_table(pyarrow.table({"text": ["a", None, *500 * ["b"]]}), path)
+    monkeypatch.setattr("distexp.data.sources.rows.CHECKED_BYTES", 1)
+    with pytest.raises(ConfigError, match=r"row 2: text is null and not a text; 1 of the first 100 rows is wrong"):
+        resolve_cell(*words)
+
+
+@pytest.mark.skipif(not hasattr(datasets, "Json"), reason="older versions of datasets have no JSON columns")
+def test_messages_that_only_the_library_datasets_decodes_are_not_refused(tmp_path: Path) -> None:
+    features = datasets.Features({"messages": datasets.List(datasets.Json())})
+    rows = {"messages": 20 * [[{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]]}
+    datasets.Dataset.from_dict(rows, features=features).to_parquet(tmp_path / "my.parquet")
+    resolve_cell(*TEXT, "dataset=chat", f"dataset.path={tmp_path / 'my.parquet'}", "dataset.chat_template=zephyr")
+
+
+@pytest.mark.parametrize(
     ("overrides", "message"),
     [
         (("dataset=text",), "dataset=text needs data: set dataset.path to a file, a folder, a pattern or a hub id"),
@@ -584,6 +613,23 @@ def test_the_keys_for_unusual_image_folders_are_used(tmp_path: Path) -> None:
         (f"dataset.path={tmp_path / 'new'}", "dataset.eval_share=0.1"),
     ):
         assert load(*IMAGES, "dataset=image_folder", *typed).class_names == ("a", "b")
+
+
+def test_keys_that_a_message_about_image_folders_names_can_be_typed(tmp_path: Path) -> None:
+    root = tmp_path / "my photos, new"
+    for name in ("train_images/a/1.png", "train_images/b/1.png", "test_images/a/1.png"):
+        (root / name).parent.mkdir(parents=True)
+        save_image(root / name)
+    typed = *IMAGES, "dataset=image_folder", f"dataset.path='{root}'"
+    with pytest.raises(ConfigError) as caught:
+        resolve_cell(*typed)
+    advice = shlex.split(caught.value.errors[0].partition(", or set ")[2])
+    assert load(*IMAGES, "dataset=image_folder", *advice).class_names == ("a", "b")
+    (root / "wnids.txt").touch()
+    with pytest.raises(ConfigError) as caught:
+        resolve_cell(*typed)
+    advice = shlex.split(caught.value.errors[0].partition(": use ")[2])
+    assert advice == ["dataset=tinyimagenet", f"dataset.root='{root}'"]
 
 
 def test_all_tokens_of_squad_can_be_targets() -> None:

@@ -71,3 +71,14 @@ def test_the_vocabulary_is_that_of_a_model_of_transformers(tmp_path: Path) -> No
     data = synthetic.load(config.dataset, config.model, seed=1)
     assert data.num_classes == 77
     assert max(int(data.train[index]["input_ids"].max()) for index in range(9)) < 77
+    changed = replace(config.model, options={"vocab_size": 50})
+    assert synthetic.load(config.dataset, changed, seed=1).num_classes == 50
+
+
+def test_the_vocabulary_is_that_of_an_architecture_without_a_file() -> None:
+    config = resolve_cell("model=hf", "model.name=x", "model.init=random", "dataset=synthetic")
+    for options, size in (({}, 50257), ({"vocab_size": 77}, 77)):
+        model = replace(config.model, options={"model_type": "gpt2", **options})
+        assert synthetic.load(config.dataset, model, seed=1).num_classes == size
+    with pytest.raises(ConfigError, match=r"model.options.model_type=vit, which has none .*: correct model.options"):
+        synthetic.load(config.dataset, replace(config.model, options={"model_type": "vit"}), seed=1)

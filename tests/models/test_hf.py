@@ -277,10 +277,41 @@ def test_a_folder_without_a_tokenizer_is_a_config_error(name: str, tmp_path: Pat
 
 def test_the_names_of_a_part_are_checked(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "gemma3"}')
-    sizes = {"hidden_size": 64, "rope_theta": 10_000.0}
+    sizes = {"hidden_size": 64, "torch_dtype": "float32"}
     assert hf.read_config("model.name", str(tmp_path), {"text_config": sizes}).text_config.hidden_size == 64
     with pytest.raises(ConfigError, match=r"^model.options.text_config.hiden_size is not .*: use hidden_size, "):
         hf.read_config("model.name", str(tmp_path), {"text_config": {"hiden_size": 64}})
+
+
+@pytest.mark.parametrize(
+    ("typed", "changed"),
+    [
+        ("rope_theta=5000", {"rope_theta": 5000.0}),
+        ("rope_parameters.rope_theta=5000", {"rope_theta": 5000.0}),
+        ("rope_scaling={type:linear,factor:2.0}", {"rope_type": "linear", "factor": 2.0}),
+    ],
+)
+def test_a_change_of_the_rope_keeps_its_other_values(typed: str, changed: dict[str, Any], tmp_path: Path) -> None:
+    built = build_random(tmp_path, LLAMA | {"rope_theta": 500_000.0}, f"+model.options.{typed}")
+    assert built.config.rope_parameters == {"rope_theta": 500_000.0, "rope_type": "default", **changed}
+
+
+def test_each_type_of_layers_has_its_rope(tmp_path: Path) -> None:
+    for kind, prefix in (("gemma3", "text_config."), ("gemma3_text", "")):
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
+
+        def read(changes: dict[str, Any], prefix: str = prefix) -> dict[str, Any]:
+            named = {"text_config": changes} if prefix else changes
+            rope: dict[str, Any] = hf.read_config("model.name", str(tmp_path), named).get_text_config().rope_parameters
+            return {name: values["rope_theta"] for name, values in rope.items()}
+
+        thetas = read({"rope_parameters": {"full_attention": {"rope_theta": 5000}}})
+        assert thetas == {"full_attention": 5000, "sliding_attention": 10_000}
+        with pytest.raises(ConfigError, match=rf"^model.options.{prefix}rope_theta is not .*full_attention.rope_theta"):
+            read({"rope_theta": 5000})
+    (tmp_path / "config.json").write_text('{"model_type": "opt"}')
+    with pytest.raises(ConfigError, match=r"^model.options.rope_theta is not a value of the config.json of"):
+        hf.read_config("model.name", str(tmp_path), {"rope_theta": 5000})
 
 
 @pytest.mark.parametrize("section", [None, "text_config"])
@@ -398,9 +429,10 @@ def test_a_pretrained_bloom_is_read_from_its_path(tmp_path: Path) -> None:
         bloom.build(replace(config, num_layers=3), 300)
     with pytest.raises(ConfigError, match=r"model.vocab_size=320 is smaller than the tokenizer, which has 321 entries"):
         bloom.build(replace(config, vocab_size=None), 321)
-    save_model(tmp_path / "llama", LLAMA)
-    with pytest.raises(ConfigError, match=r"of type llama, but model=bloom_560m is a BLOOM: use model=hf"):
-        bloom.build(replace(config, path=str(tmp_path / "llama")), 300)
+    save_model(tmp_path / "a llama", LLAMA)
+    advice = f'use model=hf "model.name={tmp_path}/a llama"'.replace('"', "'")
+    with pytest.raises(ConfigError, match=f"of type llama, but model=bloom_560m is a BLOOM: {advice}"):
+        bloom.build(replace(config, path=str(tmp_path / "a llama")), 300)
 
 
 def test_a_folder_is_identified_by_content_and_shown_by_its_last_part(
@@ -533,6 +565,21 @@ def test_an_option_gets_the_type_of_number_that_transformers_takes(
     shape = resolve_cell("model=llama31_8b", "dataset=synthetic", "scale=tiny", "model.options.rms_norm_eps=1").model
     with torch.device("meta"):
         assert hf.build(shape, 100).config.rms_norm_eps == 1
+
+
+@pytest.mark.parametrize(
+    ("typed", "message"),
+    [
+        ("+model.options.hidden_act=foo", r"hidden_act=foo \(KeyError: .*foo.*\): correct these options"),
+        ("+model.options.hidden_act=foo model.attention=eager", r"hidden_act=foo \(KeyError: "),
+        ("+model.options.pad_token_id=5000", r"pad_token_id=5000 \(AssertionError: "),
+        ("+model.options.layer_types=[full_attention]", r"layer_types=\['full_attention'\] \(IndexError: "),
+    ],
+)
+def test_options_with_which_no_model_can_be_built_are_named(typed: str, message: str, tmp_path: Path) -> None:
+    qwen = {**LLAMA, "model_type": "qwen3"}
+    with pytest.raises(ConfigError, match=rf"cannot build model.name={tmp_path} with model.options.{message}"):
+        build_random(tmp_path, qwen, *typed.split())
 
 
 @pytest.mark.parametrize("typed", ["encoder_layerdrop=high", "activation_function=3"])

@@ -17,7 +17,7 @@ from distexp.plan.estimate import make_estimate
 from distexp.plan.replay import PARTS, PHASES, StepTrace, repeated_blocks
 from distexp.plan.trace import compiled
 from distexp.plan.trace.compiled import WorkCounter
-from distexp.plan.trace.cuda_semantics import cuda_autocast
+from distexp.plan.trace.cuda_semantics import CudaFunctions, cuda_autocast
 from distexp.plan.trace.traced_run import largest_batch
 from distexp.plan.trace.tracing import trace_step
 from distexp.system.units import MIB
@@ -239,6 +239,15 @@ def test_autocast_uses_the_lists_of_cuda() -> None:
     with cuda_autocast():
         assert dtypes() == [torch.float32] * 3 + [torch.bfloat16]
     assert dtypes()[0] == torch.bfloat16
+
+
+@pytest.mark.parametrize("shape", [(6, 8), (3, 6, 8), (2, 1, 3, 6, 8)])
+def test_attention_without_an_axis_of_heads_needs_no_fused_kernel(shape: tuple[int, ...]) -> None:
+    tokens = torch.randn(shape)
+    expected = torch.nn.functional.scaled_dot_product_attention(tokens, tokens, tokens, is_causal=True)
+    with CudaFunctions(lambda: None):
+        found = torch.nn.functional.scaled_dot_product_attention(tokens, tokens, tokens, is_causal=True)
+    assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("suffix", ["", "_backward"])

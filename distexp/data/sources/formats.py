@@ -27,10 +27,23 @@ KINDS = {
 }
 """Kinds of files by their ending, which may be followed by ``.gz``. The library datasets reads those of Parquet."""
 
+READ_ROWS = 1000
+"""Rows of Parquet and of the library datasets that are read together."""
+
+BUFFER_BYTES = 1_000_000
+"""Bytes of a Parquet file that are read together, and not all of a column, so that its first rows need few."""
+
 BROKEN = re.compile("[\ud800-\udfff]")
 """A byte that is not UTF-8, in a text that was read with ``surrogateescape``, or half of a character."""
 
-TYPES = {str: "a text", dict: "an object", list: "a list", bool: "a truth value", type(None): "null"}
+TYPES = {
+    str: "a text",
+    dict: "an object",
+    list: "a list",
+    bool: "a truth value",
+    type(None): "null",
+    bytes: "binary data",
+}
 CLASS = "a class, which is a name or a number from 0"
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
@@ -172,7 +185,41 @@ def read_plain(file: Path) -> Iterator[Row]:
                 reason = "it is not UTF-8" if is_broken and kind != "json" else error
                 yield Row(f"{file}, {unit} {number}", {} if reason else values, reason)
     except (OSError, EOFError, zlib.error) as error:
-        raise ConfigError(f"{file} cannot be read ({first_line(error)}): restore the file") from error
+        raise _unreadable(file, error) from error
+
+
+def read_footer(file: Path) -> Any:
+    """Return the metadata of a Parquet file. Raise ConfigError if it cannot be read."""
+    from pyarrow import ArrowException
+    from pyarrow.parquet import read_metadata
+
+    try:
+        return read_metadata(file)
+    except (OSError, ArrowException) as error:
+        raise _unreadable(file, error) from error
+
+
+def read_parquet(file: Path, columns: Sequence[str]) -> Iterator[Row]:
+    """Yield the values of some columns in each row of a Parquet file. Raise ConfigError if it cannot be read.
+
+    There are no rows if a column has JSON, which only the library datasets decodes.
+    """
+    from pyarrow import ArrowException
+    from pyarrow.parquet import ParquetFile
+
+    try:
+        with ParquetFile(file, buffer_size=BUFFER_BYTES) as opened:
+            if any("arrow.json" in str(opened.schema_arrow.field(column).type) for column in columns):
+                return
+            batches = opened.iter_batches(READ_ROWS, columns=list(columns))
+            for number, values in enumerate((row for batch in batches for row in batch.to_pylist()), start=1):
+                yield Row(f"{file}, row {number}", values)
+    except (OSError, ValueError, ArrowException) as error:  # ValueError: a text that is not UTF-8
+        raise _unreadable(file, error) from error
+
+
+def _unreadable(file: Path, error: Exception) -> ConfigError:
+    return ConfigError(f"{file} cannot be read ({first_line(error)}): restore the file")
 
 
 def _open(file: Path, *, newline: str | None = None) -> IO[str]:

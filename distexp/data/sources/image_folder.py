@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from distexp.config import ConfigError, DatasetConfig, ModelConfig
+from distexp.config.overrides import copyable_overrides
 from distexp.data.sources.rows import (
     DEFAULT_SHARE,
     SPLIT_WORDS,
@@ -128,7 +129,8 @@ def _find_images(path: str, eval_path: str | None, eval_share: float | None) -> 
     root = Path(path)
     if (root / "wnids.txt").is_file():
         raise ConfigError(
-            f"{path} is TinyImageNet in its official layout: use dataset=tinyimagenet dataset.root={path}"
+            f"{path} is TinyImageNet in its official layout: use "
+            f"{copyable_overrides('dataset=tinyimagenet', f'dataset.root={path}')}"
         )
     train_root = _split_folder(root, TRAIN_WORDS)
     if train_root is None or not _folders(train_root):  # A class may have such a name too.
@@ -201,7 +203,7 @@ def _refuse_splits_as_classes(root: Path, classes: tuple[str, ...]) -> None:
         paths = [f"dataset.path={root / train}", *(f"dataset.eval_path={root / name}" for name in others[-1:])]
         raise ConfigError(
             f"the folders {', '.join(classes)} of {root} would be the classes, but their names are those of splits: "
-            f"{LAYOUT}, or set {' '.join(paths)}"
+            f"{LAYOUT}, or set {copyable_overrides(*paths)}"
         )
 
 

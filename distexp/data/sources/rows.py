@@ -16,9 +16,12 @@ from distexp.config import ConfigError, DatasetConfig
 from distexp.config.overrides import format_count
 from distexp.data.sources.formats import (
     KINDS,
+    READ_ROWS,
     Row,
     RowFormat,
     kind_of,
+    read_footer,
+    read_parquet,
     read_plain,
     refuse_wrong_rows,
 )
@@ -41,9 +44,6 @@ MAX_DOCUMENT = 1_000_000
 
 CHECKED_FILES, CHECKED_ROWS, CHECKED_BYTES = 10, 100, 2_000_000
 """Before a run starts, smaller files are read as a whole, and the first rows of larger ones."""
-
-READ_ROWS = 1000
-"""Rows of Parquet and of the library datasets that are read together."""
 
 COMPRESSIONS = (".bz2", ".xz", ".zst", ".lz4", ".br", ".zip", ".7z", ".rar", ".tar", ".tgz", ".tar.gz")
 """Endings of compressed files and archives that are not read."""
@@ -176,18 +176,7 @@ def _with_rows(tables: Iterable[Table]) -> tuple[Table, ...]:
 def _is_empty_parquet(file: Path) -> bool:
     """Return whether a Parquet file has no row, as some of those that Spark writes. A large file is not opened."""
     is_small = kind_of(file) == "parquet" and file.stat().st_size <= CHECKED_BYTES
-    return is_small and _read_footer(file).num_rows == 0
-
-
-def _read_footer(file: Path) -> Any:
-    """Return the metadata of a Parquet file. Raise ConfigError if it cannot be read."""
-    from pyarrow import ArrowException
-    from pyarrow.parquet import read_metadata
-
-    try:
-        return read_metadata(file)
-    except (OSError, ArrowException) as error:
-        raise ConfigError(f"{file} cannot be read ({first_line(error)}): restore the file") from error
+    return is_small and read_footer(file).num_rows == 0
 
 
 def _refuse_empty(label: str) -> ConfigError:
@@ -336,11 +325,11 @@ def _check_held_out(train: Rows) -> None:
 @lru_cache
 def _check_first_rows(file: Path, _changed_at: int, form: RowFormat, columns: tuple[str, ...]) -> None:
     """Raise ConfigError if one of the first rows is wrong. They are read once for all cells of a sweep."""
-    if kind_of(file) == "parquet":
-        return
-    is_small = file.stat().st_size <= CHECKED_BYTES
-    rows = list(islice(read_plain(file), None if is_small else CHECKED_ROWS))
-    if is_small and not any(row.error or any(map(str.strip, map(str, row.values.values()))) for row in rows):
+    is_small, is_parquet = file.stat().st_size <= CHECKED_BYTES, kind_of(file) == "parquet"
+    every = read_parquet(file, columns) if is_parquet else read_plain(file)
+    rows = list(islice(every, None if is_small else CHECKED_ROWS))
+    has_values = any(row.error or any(map(str.strip, map(str, row.values.values()))) for row in rows)
+    if is_small and not is_parquet and not has_values:
         raise ConfigError(f"{file} has no row with a value: add rows, or use other data")
     found = ((row.place, row.error or form.check(row.values, columns)) for row in rows)
     if wrong := [f"{place}: {error}" for place, error in found if error]:
@@ -354,7 +343,7 @@ def columns_of(table: Table) -> list[str]:
     if kind_of(table.file) != "parquet":
         rows = islice(read_plain(table.file), CHECKED_ROWS)
         return list(dict.fromkeys(name for row in rows for name in row.values))
-    return list(_read_footer(table.file).schema.to_arrow_schema().names)
+    return list(read_footer(table.file).schema.to_arrow_schema().names)
 
 
 def check_columns(label: str, found: Sequence[str], dataset: DatasetConfig, form: RowFormat) -> None:

@@ -126,7 +126,11 @@ def _attention(  # noqa: PLR0917 (the arguments of torch)
     enable_gqa: bool = False,
 ) -> Tensor:
     """Compute attention with FlashAttention, or with the memory-efficient kernel if there is a mask or fp32."""
-    # Both keep their inputs, the output, and a number in fp32 for each query.
+    if {query.dim(), key.dim(), value.dim()} != {4}:  # No fused kernel takes them, on CUDA as on a CPU.
+        return functional.scaled_dot_product_attention(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+    # Both kernels keep their inputs, the output, and a number in fp32 for each query.
     if torch.is_autocast_enabled("cpu"):
         dtype = torch.get_autocast_dtype("cpu")
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
