@@ -13,14 +13,7 @@ import numpy as np
 import tokenizers
 from numpy.typing import NDArray
 
-from distexp.config import ConfigError, ModelConfig
-from distexp.config.model_checks import (
-    architecture_of,
-    loads_from_source,
-    named_vocabulary,
-    names_source,
-    weights_source,
-)
+from distexp.config import ConfigError, ModelConfig, model_checks
 from distexp.exceptions import first_line
 from distexp.system.cache_dir import build_once, cache_dir, offline_if_unreachable
 
@@ -180,7 +173,7 @@ def load_tokenizer(model: ModelConfig, texts: Iterable[str]) -> Tokenizer:
         raise ConfigError("model.tokenizer is null, but text data needs one: set byte, auto, or a name or path")
     name: str | None = model.tokenizer
     if name == "auto":
-        name = weights_source(model) if loads_from_source(model) else "byte"
+        name = model_checks.weights_source(model) if model_checks.loads_from_source(model) else "byte"
     if name == "byte" or name is None:
         special = (PAD, EOS, MASK) if model.task == "masked_lm" else (PAD, EOS)
         return train_byte_tokenizer(texts, model.vocab_size or min(DEFAULT_VOCAB_SIZE, _embeddings(model)), special)
@@ -189,8 +182,8 @@ def load_tokenizer(model: ModelConfig, texts: Iterable[str]) -> Tokenizer:
 
 def _embeddings(model: ModelConfig) -> int:
     """Return the vocabulary in the config.json of a model; ``DEFAULT_VOCAB_SIZE`` if none names one."""
-    found = architecture_of(model) if names_source(model) else {}
-    return named_vocabulary(found) or DEFAULT_VOCAB_SIZE
+    found = model_checks.architecture_of(model) if model_checks.names_source(model) else {}
+    return model_checks.named_vocabulary(found) or DEFAULT_VOCAB_SIZE
 
 
 def train_byte_tokenizer(texts: Iterable[str], max_size: int, special: tuple[str, ...] = (PAD, EOS)) -> ByteTokenizer:

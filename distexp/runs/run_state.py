@@ -13,20 +13,9 @@ from typing import Any
 
 from distexp.config.overrides import suggest_command
 from distexp.runs import attempts, texts
+from distexp.runs import run_dir as names
 from distexp.runs.events import phase_events_of
 from distexp.runs.record import ExistingRun, RunRecord
-from distexp.runs.run_dir import (
-    ATTEMPT_FILES,
-    COMMAND,
-    EVENTS,
-    HEARTBEAT,
-    METRICS,
-    OPERATORS,
-    RECORD,
-    SPEC,
-    STOP_REQUEST,
-    memory_trace_paths,
-)
 from distexp.system import files, processes, typed_values
 
 ACTIVE = ("pending", "running", "ending", "unknown")
@@ -75,9 +64,12 @@ class Progress:
 def read_progress(directory: Path) -> Progress:
     """Read the progress of a run from its metrics and events. A file that cannot be read is named as the phase."""
     try:
-        events = files.read_entries(directory / EVENTS)
+        events = files.read_entries(directory / names.EVENTS)
         phases = phase_events_of(events)
-        last_step, last_build = files.read_last_entry(directory / METRICS), files.read_last_entry(directory / OPERATORS)
+        last_step, last_build = (
+            files.read_last_entry(directory / names.METRICS),
+            files.read_last_entry(directory / names.OPERATORS),
+        )
         is_compiling = last_build and not last_build.keys() & {"compiled_s", "waited_s"}
         counts = (_count_of(entry, "total_steps") for entry in events)
         return Progress(
@@ -102,7 +94,7 @@ class Heartbeat:
     """
 
     def __init__(self, run_dir: Path, *, enabled: bool) -> None:
-        self.path = run_dir / HEARTBEAT if enabled else None
+        self.path = run_dir / names.HEARTBEAT if enabled else None
         self._last_touch_s = 0.0
 
     def beat(self) -> None:
@@ -115,17 +107,17 @@ class Heartbeat:
 
 def record_progress(run_dir: Path) -> None:
     """Record progress of a process that does not train, as the search of a micro-batch."""
-    (run_dir / EVENTS).touch()
+    (run_dir / names.EVENTS).touch()
 
 
 def last_heartbeat(run_dir: Path) -> float:
     """Return the Unix time in seconds of the last step, event or build step; 0 before the first."""
-    return max(_modified(run_dir / name) for name in (HEARTBEAT, EVENTS, OPERATORS))
+    return max(_modified(run_dir / name) for name in (names.HEARTBEAT, names.EVENTS, names.OPERATORS))
 
 
 def last_build_step(run_dir: Path) -> float:
     """Return the Unix time in seconds at which the build of operators last reported; 0 if there was none."""
-    return _modified(run_dir / OPERATORS)
+    return _modified(run_dir / names.OPERATORS)
 
 
 def _modified(path: Path) -> float:
@@ -147,13 +139,13 @@ def request_stop(run_dir: Path, reason: str) -> None:
 
     Rank 0 polls the file, which works for workers that are still starting, and for all nodes.
     """
-    files.write_json(run_dir / STOP_REQUEST, {"unix_time_s": time.time(), "reason": reason})
+    files.write_json(run_dir / names.STOP_REQUEST, {"unix_time_s": time.time(), "reason": reason})
 
 
 def read_reason(run_dir: Path) -> str | None:
     """Return why a run was asked to stop, or None if it was not."""
     try:
-        return str(json.loads((run_dir / STOP_REQUEST).read_text())["reason"])
+        return str(json.loads((run_dir / names.STOP_REQUEST).read_text())["reason"])
     except FileNotFoundError:
         return None
 
@@ -201,7 +193,7 @@ def local_state(run: ExistingRun) -> RunState:
         )
         hints = [f"its {name} (process {pid}) is stopped by a signal: kill -CONT {pid}" for name, pid in stopped]
         return _state(run, "running", ", ".join(hints))
-    if (run.directory / RECORD).exists():  # It is damaged, or was written since the run was read.
+    if (run.directory / names.RECORD).exists():  # It is damaged, or was written since the run was read.
         return _finished_state(run)
     reason = f"its launcher (process {launcher.pid}) ended without a record"
     return _state(run, "ending" if agent is not None and agent.is_alive else "no record", reason)
@@ -210,21 +202,21 @@ def local_state(run: ExistingRun) -> RunState:
 def dead_launcher(run: ExistingRun) -> int | None:
     """Return the process id of a run's launcher if it died on this machine without a record, and its agent too."""
     launcher = attempts.read_launcher_process(run.directory)
-    if launcher is None or not launcher.is_local or (run.directory / RECORD).exists():
+    if launcher is None or not launcher.is_local or (run.directory / names.RECORD).exists():
         return None
     return launcher.pid if local_state(run).state == "no record" else None
 
 
 def last_activity(directory: Path) -> float:
     """Return the Unix time in seconds of the last step, event, memory sample or start of a run; 0 without files."""
-    paths = (directory / SPEC, *memory_trace_paths(directory))
+    paths = (directory / names.SPEC, *names.memory_trace_paths(directory))
     return max([last_heartbeat(directory), *(path.stat().st_mtime for path in paths if path.exists())])
 
 
 def _finished_state(run: ExistingRun) -> RunState:
     """Return the state of a run with a record, which may be damaged or of another version."""
     try:
-        record = RunRecord.read(run.directory / RECORD)
+        record = RunRecord.read(run.directory / names.RECORD)
     except ValueError as error:
         return _state(run, "no record", str(error))
     return RunState.from_record(run.number, run.directory, None, record)
@@ -235,8 +227,8 @@ def _state_by_activity(run: ExistingRun) -> RunState:
 
     Without a file of an attempt it has not started, as after a submission that Slurm did not receive.
     """
-    if not any((run.directory / name).exists() for name in (RECORD, *ATTEMPT_FILES)):
-        sweeps = (folder for folder in (run.directory, *run.directory.parents) if (folder / COMMAND).is_file())
+    if not any((run.directory / name).exists() for name in (names.RECORD, *names.ATTEMPT_FILES)):
+        sweeps = (folder for folder in (run.directory, *run.directory.parents) if (folder / names.COMMAND).is_file())
         hint = "".join(f": {suggest_command('resume', folder)}" for folder in islice(sweeps, 1))
         return _state(run, "no record", f"not started{hint}")
     active_at = last_activity(run.directory)
