@@ -60,6 +60,8 @@ def _command(file: Path) -> str:
     """Return the command line of a sweep, to copy."""
     name = read_or_none(file, "command") or "train"
     typed = texts_of({"words": read_or_none(file, "words")}, "words")
+    if read_or_none(file, "cells") == 1:  # The word is stored for single runs too.
+        typed = [text for text in typed if text != "--multirun"]
     start = "distexp" if name == "train" else f"distexp {name}"
     return copyable_command(typed, command=start, may_sweep=True)
 

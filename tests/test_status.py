@@ -82,9 +82,10 @@ def test_ls_lists_the_sweeps_of_a_folder(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "40")
-    for name, words in (("first", ["--multirun", "zero_stage='1','2'"]), ("second", ["train.seed=1"])):
+    for name, words in (("first", ["--multirun", "zero_stage='1','2'"]), ("second", ["--multirun", "train.seed=1"])):
         write(tmp_path / "sweeps" / name, record(0), record(1, status="failed", error=RunError("ValueError", "oh")))
-        content = {"command": "plan" if name == "second" else "train", "words": words, "directory": "/", "cells": 2}
+        command, cells = ("plan", 1) if name == "second" else ("train", 2)
+        content = {"command": command, "words": words, "directory": "/", "cells": cells}
         (tmp_path / "sweeps" / name / "command.json").write_text(json.dumps(content))
         os.utime(tmp_path / "sweeps" / name / "command.json", (1e9 + len(words), 1e9 + (name == "second")))
     assert ls.main([str(tmp_path / "sweeps")]) == 0
