@@ -199,7 +199,8 @@ def hang_error(run_dir: Path, phase: str | None, limit: str) -> RunError:
     """Return the error of a run without progress, with the phase and the rank that the others wait for."""
     progress = read_rank_progress(run_dir)
     stopped = {rank for path in STOPPED_RANKS.find(run_dir) for rank in json.loads(path.read_text())}
-    culprits = [entry for entry in progress if entry.rank in stopped] or ranks_behind(progress)
+    stopped_ranks = [entry for entry in progress if entry.rank in stopped]
+    culprits = stopped_ranks or ([] if STOPPED_PARENT in stopped else ranks_behind(progress))
     where = f": no step or new phase within {limit}. The stacks of {{}} ranks are in logs/node*/rank*.log"
     if not culprits:
         reason = "all ranks wait at the same point" if progress else "no worker has started"
@@ -208,7 +209,7 @@ def hang_error(run_dir: Path, phase: str | None, limit: str) -> RunError:
         phase = phase or (progress[0].phase if progress else "setup")
         return RunError("Hang", reason + where.format("all"), phase)
     verb = "is" if len(culprits) == 1 else "are"
-    state = "stopped by a signal (SIGSTOP)" if stopped else "behind, and the other ranks wait"
+    state = "stopped by a signal (SIGSTOP)" if stopped_ranks else "behind, and the other ranks wait"
     message = f"{join_first(map(str, culprits))} {verb} {state}{where.format('the')}"
     return RunError("Hang", message, culprits[0].phase, culprits[0].rank)
 

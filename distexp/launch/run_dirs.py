@@ -221,8 +221,7 @@ def locked_sweep_dir(master: DictConfig, cells: int) -> Iterator[Path]:
         check_files(Path(master.hydra.sweep.dir))
     sweep_dir = claim_sweep_dir(Path(master.hydra.sweep.dir), chosen_by_user=chosen, is_single=is_single)
     with texts.name_folder(sweep_dir), attempts.sweep_lock(sweep_dir):
-        if not master.sweep.resume:
-            _refuse_other_kind(sweep_dir, is_single=is_single)
+        _refuse_other_kind(sweep_dir, is_single=is_single)
         if not (sweep_dir / MULTIRUN).exists():
             OmegaConf.save(master, sweep_dir / MULTIRUN)
         if not (sweep_dir / COMMAND).exists():

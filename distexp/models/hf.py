@@ -1,11 +1,9 @@
 """Any model of transformers for one of distexp's tasks, with pretrained or random weights."""
 
-import hashlib
 import re
 from collections.abc import Callable, Iterator, Mapping
 from difflib import get_close_matches
 from functools import partial
-from importlib import metadata
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -20,9 +18,8 @@ from distexp.models import task_models
 from distexp.models.adapter import save_adapter
 from distexp.models.blueprint import build_empty
 from distexp.models.dropout import DROPOUT_ENDINGS, fit_number, set_configured_dropout
-from distexp.models.objective import LOSS_SUM, get_logits
 from distexp.runs.run_dir import MODEL
-from distexp.system.cache_dir import build_once, cache_dir, offline_if_unreachable
+from distexp.system.cache_dir import offline_if_unreachable
 from distexp.system.files import replace_atomically, write_json
 from distexp.system.restricted_loading import refused_as_config_error
 from distexp.system.torch_internals.tensors import replaced
@@ -103,6 +100,7 @@ def _config_of(values: dict[str, Any]) -> Any:
         known = {*config.to_dict(), *(["rope_theta"] if hasattr(config, "rope_parameters") else [])}
         if unknown := sorted(set(values) - known):
             raise _unknown_option(unknown[0], config, f"model.options.{MODEL_TYPE}={kind}")
+        _check_parts(config, values, f"model.options.{MODEL_TYPE}={kind}")
         return AutoConfig.for_model(kind, **_fit_numbers(config, values))
     except ConfigError:
         raise
@@ -175,6 +173,8 @@ def _check_parts(config: Any, changes: Mapping[str, Any], where: str, prefix: st
     """Raise ConfigError if a change of a part of a configuration, such as ``text_config``, has an unknown name."""
     for name, value in changes.items():
         part: Any = getattr(config, name, None)
+        if isinstance(value, Mapping) and name in ("rope_parameters", "rope_scaling"):
+            _check_rope(config, value, where, f"{prefix}{name}.")
         if not isinstance(value, Mapping) or not hasattr(part, "sub_configs"):
             continue
         if value.get(MODEL_TYPE, part.model_type) != part.model_type:
@@ -182,6 +182,32 @@ def _check_parts(config: Any, changes: Mapping[str, Any], where: str, prefix: st
         if wrong := sorted(key for key in value if not _is_known(part, key)):
             raise _unknown_option(wrong[0], part, f"{prefix}{name} of {where}", f"{prefix}{name}.")
         _check_parts(part, value, where, f"{prefix}{name}.")
+
+
+ROPE_NAMES = frozenset([
+    "alpha", "attention_factor", "beta_fast", "beta_slow", "factor", "high_freq_factor", "long_factor", "long_mscale",
+    "low_freq_factor", "mrope_interleaved", "mrope_section", "mscale", "mscale_all_dim",
+    "original_max_position_embeddings", "partial_rotary_factor", "rope_theta", "rope_type", "short_factor",
+    "short_mscale", "truncate", "type",
+])  # fmt: skip
+"""Parameters of RoPE that transformers or its models read. It accepts any name, and ignores others."""
+
+
+def _check_rope(config: Any, values: Mapping[str, Any], where: str, prefix: str) -> None:
+    """Raise ConfigError if a parameter of RoPE, or a type of layers with parameters, has an unknown name."""
+    types = _layer_types(config)
+    current = getattr(config, "rope_parameters", None) or {}
+    known = types or sorted({*ROPE_NAMES, *current})
+    inner = [(f"{each}.", values[each]) for each in types if isinstance(values.get(each), Mapping)]
+    pairs = [(name, known) for name in values]
+    pairs += [(f"{each}{name}", [f"{each}{one}" for one in ROPE_NAMES]) for each, found in inner for name in found]
+    for name, names in pairs:
+        if name not in names:
+            near = get_close_matches(name, names, n=3, cutoff=0.4) or sorted(types) or ["rope_theta"]
+            raise ConfigError(
+                f"model.options.{prefix}{name} is not a value of the config.json of {where} ({config.model_type}): use "
+                f"{', '.join(f'{prefix}{each}' for each in near)}, or leave it out"
+            )
 
 
 OLD_NAMES = ("rope_theta", "rope_scaling")
@@ -241,6 +267,7 @@ def read_config(key: str, source: str, changes: Mapping[str, Any] | None = None)
     load = partial(AutoConfig.from_pretrained, source, trust_remote_code=False, return_unused_kwargs=True)
     try:
         config, unknown = original, _ = load()
+        _check_parts(original, changes or {}, f"{key}={source}")
         merged = _merge(original, changes or {})
         try:
             if merged:
@@ -249,6 +276,8 @@ def read_config(key: str, source: str, changes: Mapping[str, Any] | None = None)
             if isinstance(error, OSError):
                 raise
             config, unknown = load(**_fit_numbers(original, merged))
+    except ConfigError:
+        raise
     except (OSError, ValueError, KeyError) as error:
         raise _read_error(key, source, "a model's config.json", error) from error
     except Exception as error:  # any: transformers checks values in several ways
@@ -261,61 +290,7 @@ def read_config(key: str, source: str, changes: Mapping[str, Any] | None = None)
     old = {name for name in OLD_NAMES if name in (changes or {}) and not _is_known(original, name)}
     if wrong := sorted({*unknown} & {*merged} | old):
         raise _unknown_option(wrong[0], original, f"{key}={source}")
-    _check_parts(original, changes or {}, f"{key}={source}")
     return config
-
-
-def check_causal(built: nn.Module, model: ModelConfig) -> None:
-    """Raise ConfigError if the logits at a position depend on a later token.
-
-    The model, which has weights on the CPU, computes two rows that differ in their last token. Print a note if it
-    cannot compute them. The result for an architecture of transformers is kept in the cache.
-    """
-    settings = getattr(built, "config", None)
-    result: Path | None = None
-    if model._target_.startswith("distexp.") and settings is not None:
-        if settings.model_type in CAUSAL_TYPES and getattr(settings, "is_causal", True):
-            return
-        key = hashlib.sha256(settings.to_json_string(use_diff=True).encode()).hexdigest()[:16]
-        result = cache_dir() / f"causal-{metadata.version('transformers')}-{settings.model_type}-{key}"
-        if result.exists():
-            return
-    rows = torch.tensor([[1, 2, 3, 1, 2, 3], [1, 2, 3, 1, 2, 1]])
-    was_training = built.training
-    try:
-        with torch.random.fork_rng(devices=[]), torch.no_grad():
-            outputs = built.eval()(input_ids=rows, attention_mask=torch.ones_like(rows))
-        if isinstance(outputs, dict) and LOSS_SUM in outputs:
-            return
-        logits = get_logits(outputs).float()
-    except Exception as error:  # any: the code of the model raises it, and its own message comes later
-        print(f"note: not checked whether {type(built).__name__} sees later tokens: {first_line(error)}", flush=True)
-        return
-    finally:
-        built.train(was_training)
-    changes = (logits[0] - logits[1]).abs().amax(dim=-1)
-    if changes[:-1].max() > CAUSAL_TOLERANCE * changes[-1]:
-        raise ConfigError(
-            f"{type(built).__name__} of model={model.name} is not a causal LM: its logits change with a later token, "
-            "so that its loss would be too small. Use a model whose tokens see only earlier ones"
-        )
-    if result is not None:
-        build_once(result, Path.touch)
-
-
-CAUSAL_TYPES = frozenset([
-    "apertus", "arcee", "bamba", "biogpt", "bitnet", "bloom", "codegen", "cohere", "cohere2", "ctrl", "dbrx",
-    "deepseek_v2", "deepseek_v3", "ernie4_5", "exaone4", "falcon", "falcon_h1", "falcon_mamba", "gemma", "gemma2",
-    "gemma3_text", "glm", "glm4", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox", "gpt_neox_japanese", "gpt_oss",
-    "gptj", "granite", "granitemoe", "helium", "jamba", "llama", "mamba", "mamba2", "ministral", "mistral", "mixtral",
-    "moshi", "mpt", "nemotron", "olmo", "olmo2", "olmoe", "openai-gpt", "opt", "persimmon", "phi", "phi3", "phimoe",
-    "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "recurrent_gemma", "rwkv", "seed_oss", "smollm3", "stablelm",
-    "starcoder2", "xglm", "zamba2",
-])  # fmt: skip
-"""Types of transformers that ``tests/models/test_zoo.py`` has checked, so that a run need not."""
-
-CAUSAL_TOLERANCE = 1e-4
-"""Change of earlier logits by rounding, as a share of the change at the changed token."""
 
 
 def read_weights(model_class: Any, key: str, source: str, config: Any, *, new_head: bool = False) -> nn.Module:

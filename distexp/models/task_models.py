@@ -1,9 +1,11 @@
 """Models of transformers for a task, and image models of timm and torchvision."""
 
+import hashlib
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from difflib import get_close_matches
+from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,9 @@ from distexp.config.tasks import TASKS, task_of
 from distexp.data.base import IGNORE, TaskData
 from distexp.exceptions import first_line
 from distexp.models.dropout import set_dropout
+from distexp.models.objective import LOSS_SUM, get_logits
 from distexp.models.transforms import embedding_of
+from distexp.system.cache_dir import build_once, cache_dir
 from distexp.system.restricted_loading import refused_as_config_error
 
 
@@ -249,3 +253,56 @@ def _load_file(model: nn.Module, path: str, num_classes: int) -> None:
     if missing:
         print(f"note: model.path={path} has other classes, so {', '.join(missing)} start at random", flush=True)
     model.load_state_dict(fitting, strict=False)
+
+
+def check_causal(built: nn.Module, model: ModelConfig) -> None:
+    """Raise ConfigError if the logits at a position depend on a later token.
+
+    The model, which has weights on the CPU, computes two rows that differ in their last token. Print a note if it
+    cannot compute them. The result for an architecture of transformers is kept in the cache.
+    """
+    settings = getattr(built, "config", None)
+    result: Path | None = None
+    if model._target_.startswith("distexp.") and settings is not None:
+        if settings.model_type in CAUSAL_TYPES and getattr(settings, "is_causal", True):
+            return
+        key = hashlib.sha256(settings.to_json_string(use_diff=True).encode()).hexdigest()[:16]
+        result = cache_dir() / f"causal-{metadata.version('transformers')}-{settings.model_type}-{key}"
+        if result.exists():
+            return
+    rows = torch.tensor([[1, 2, 3, 1, 2, 3], [1, 2, 3, 1, 2, 1]])
+    was_training = built.training
+    try:
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            outputs = built.eval()(input_ids=rows, attention_mask=torch.ones_like(rows))
+        if isinstance(outputs, dict) and LOSS_SUM in outputs:
+            return
+        logits = get_logits(outputs).float()
+    except Exception as error:  # any: the code of the model raises it, and its own message comes later
+        print(f"note: not checked whether {type(built).__name__} sees later tokens: {first_line(error)}", flush=True)
+        return
+    finally:
+        built.train(was_training)
+    changes = (logits[0] - logits[1]).abs().amax(dim=-1)
+    if changes[:-1].max() > CAUSAL_TOLERANCE * changes[-1]:
+        raise ConfigError(
+            f"{type(built).__name__} of model={model.name} is not a causal LM: its logits change with a later token, "
+            "so that its loss would be too small. Use a model whose tokens see only earlier ones"
+        )
+    if result is not None:
+        build_once(result, Path.touch)
+
+
+CAUSAL_TYPES = frozenset([
+    "apertus", "arcee", "bamba", "biogpt", "bitnet", "bloom", "codegen", "cohere", "cohere2", "ctrl", "dbrx",
+    "deepseek_v2", "deepseek_v3", "ernie4_5", "exaone4", "falcon", "falcon_h1", "falcon_mamba", "gemma", "gemma2",
+    "gemma3_text", "glm", "glm4", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox", "gpt_neox_japanese", "gpt_oss",
+    "gptj", "granite", "granitemoe", "helium", "jamba", "llama", "mamba", "mamba2", "ministral", "mistral", "mixtral",
+    "moshi", "mpt", "nemotron", "olmo", "olmo2", "olmoe", "openai-gpt", "opt", "persimmon", "phi", "phi3", "phimoe",
+    "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "recurrent_gemma", "rwkv", "seed_oss", "smollm3", "stablelm",
+    "starcoder2", "xglm", "zamba2",
+])  # fmt: skip
+"""Types of transformers that ``tests/models/test_zoo.py`` has checked, so that a run need not."""
+
+CAUSAL_TOLERANCE = 1e-4
+"""Change of earlier logits by rounding, as a share of the change at the changed token."""

@@ -230,6 +230,19 @@ def sweep_lock(sweep_dir: Path) -> Iterator[None]:
         yield
 
 
+def is_locked(sweep_dir: Path) -> bool:
+    """Return whether a command holds the lock of a sweep directory. The file of a killed one stays."""
+    with suppress(OSError):
+        descriptor = os.open(sweep_dir / names.SWEEP_LOCK, os.O_RDONLY | os.O_NOFOLLOW)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        finally:
+            os.close(descriptor)
+    return False
+
+
 @contextmanager
 def _locked(path: Path) -> Iterator[str | None]:
     """Hold a lock file during the block; yield None, or the process that holds it."""

@@ -7,7 +7,6 @@ import signal
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -228,9 +227,11 @@ def _state_by_activity(run: ExistingRun) -> RunState:
     Without a file of an attempt it has not started, as after a submission that Slurm did not receive.
     """
     if not any((run.directory / name).exists() for name in (names.RECORD, *names.ATTEMPT_FILES)):
-        sweeps = (folder for folder in (run.directory, *run.directory.parents) if (folder / names.COMMAND).is_file())
-        hint = "".join(f": {suggest_command('resume', folder)}" for folder in islice(sweeps, 1))
-        return _state(run, "no record", f"not started{hint}")
+        folders = (run.directory, *run.directory.parents)
+        sweep = next((folder for folder in folders if (folder / names.COMMAND).is_file()), None)
+        if sweep is None or not attempts.is_locked(sweep):  # else its command may just submit it
+            hint = f": {suggest_command('resume', sweep)}" if sweep else ""
+            return _state(run, "no record", f"not started{hint}")
     active_at = last_activity(run.directory)
     idle_s = time.time() - active_at
     if idle_s < MAX_IDLE_S and read_progress(run.directory).phase != "done":

@@ -135,7 +135,7 @@ def build_model(
     """Return the model, not distributed, without memory for its weights."""
     make, key = model_factory(config, data), weights_key(config, data)
     is_checked = config.model.task == "causal_lm" and config.model._target_ not in model_checks.ATTENTIONS
-    check: dict[str, Any] = {"check": partial(hf.check_causal, model=config.model)} if is_checked else {}
+    check: dict[str, Any] = {"check": partial(task_models.check_causal, model=config.model)} if is_checked else {}
     blueprint = blueprint_class(make, context, broadcast=config.fsdp.sync_module_states, weights_key=key, **check)
     if not any(weight.requires_grad for weight in blueprint.model.parameters()):
         raise ConfigError(

@@ -411,6 +411,13 @@ def test_wrong_rows_of_parquet_are_refused_before_a_run_starts(
         resolve_cell(*words)
 
 
+def test_a_column_that_occurs_twice_in_a_parquet_file_is_refused(tmp_path: Path) -> None:
+    texts = pyarrow.array(["a", "b"])
+    parquet.write_table(pyarrow.Table.from_arrays([texts, texts], names=["text", "text"]), tmp_path / "my.parquet")
+    with pytest.raises(ConfigError, match=r"my.parquet has 2 columns text: rename all but one of them"):
+        resolve_cell(*TEXT, "dataset=text", f"dataset.path={tmp_path / 'my.parquet'}")
+
+
 @pytest.mark.skipif(not hasattr(datasets, "Json"), reason="older versions of datasets have no JSON columns")
 def test_messages_that_only_the_library_datasets_decodes_are_not_refused(tmp_path: Path) -> None:
     features = datasets.Features({"messages": datasets.List(datasets.Json())})
@@ -583,6 +590,7 @@ def test_classes_may_have_names_of_splits(classes: tuple[str, ...], tmp_path: Pa
             ("extra/1.png", "test/1.png", "train/1.png"),
             "the folders extra, test, train of .* use .* FOLDER/train/CLASS",
         ),
+        (("bullet_train/a/1.png", "test/1.png", "train/1.png"), r"bullet_train, test, train of .*/val/CLASS/\*.jpg$"),
         (("test_set/a/1.png", "training_set/a/1.png"), "test_set, training_set of .*: use .* FOLDER/train/CLASS"),
         (("a/1.png", "b/1.png", "b/broken.jpg"), r"b/broken.jpg is not an image .*; 1 of \d images are broken"),
         (("wnids.txt",), "use dataset=tinyimagenet dataset.root="),

@@ -18,7 +18,7 @@ from distexp.launch.failures import HANG_CODE, classify_failure
 from distexp.runs.events import Events, ProgressWriter
 from distexp.runs.record import RunSpec
 from distexp.runs.record_sections import RunError
-from distexp.runs.run_dir import log_dir
+from distexp.runs.run_dir import STOPPED_RANKS, log_dir
 from distexp.system.processes import WatchedProcess
 from tests.helpers.runs import REPOSITORY, make_spec
 
@@ -87,6 +87,15 @@ def test_no_rank_is_named_if_all_wait_at_the_same_point(spec: RunSpec, tmp_path:
     error = cause(tmp_path, spec)
     assert (error.rank, error.phase) == (None, "train")
     assert error.message.startswith("all ranks wait at the same point")
+
+
+def test_a_rank_that_waits_for_its_stopped_parent_is_not_called_stopped(spec: RunSpec, tmp_path: Path) -> None:
+    for rank in range(2):
+        pass_points(tmp_path, rank, batches=2 - rank)
+    STOPPED_RANKS.path(tmp_path, 0).write_text("[-1]")
+    error = cause(tmp_path, spec)
+    assert error.rank is None
+    assert error.message.startswith("the parent process of the workers is stopped by a signal (SIGSTOP)")
 
 
 def test_a_hang_before_the_first_worker_is_in_phase_setup(spec: RunSpec, tmp_path: Path) -> None:

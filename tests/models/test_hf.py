@@ -281,6 +281,9 @@ def test_the_names_of_a_part_are_checked(tmp_path: Path) -> None:
     assert hf.read_config("model.name", str(tmp_path), {"text_config": sizes}).text_config.hidden_size == 64
     with pytest.raises(ConfigError, match=r"^model.options.text_config.hiden_size is not .*: use hidden_size, "):
         hf.read_config("model.name", str(tmp_path), {"text_config": {"hiden_size": 64}})
+    for typed in ({"rope_theta": 3}, {"full_attention": {"rope_thta": 3}}):
+        with pytest.raises(ConfigError, match=r"^model.options.text_config.rope_parameters.* is not .*full_attention"):
+            hf.read_config("model.name", str(tmp_path), {"text_config": {"rope_parameters": typed}})
 
 
 @pytest.mark.parametrize(
@@ -294,6 +297,11 @@ def test_the_names_of_a_part_are_checked(tmp_path: Path) -> None:
 def test_a_change_of_the_rope_keeps_its_other_values(typed: str, changed: dict[str, Any], tmp_path: Path) -> None:
     built = build_random(tmp_path, LLAMA | {"rope_theta": 500_000.0}, f"+model.options.{typed}")
     assert built.config.rope_parameters == {"rope_theta": 500_000.0, "rope_type": "default", **changed}
+
+
+def test_a_misspelled_parameter_of_the_rope_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^model.options.rope_scaling.facto is not .*: use rope_scaling.factor, "):
+        build_random(tmp_path, LLAMA, "+model.options.rope_scaling={type:linear,facto:2.0}")
 
 
 def test_each_type_of_layers_has_its_rope(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from distexp.config import ConfigError
-from distexp.models import hf
+from distexp.models import hf, task_models
 from tests.helpers.runs import resolve_cell
 from tests.helpers.zoo import (
     CAUSAL,
@@ -71,12 +71,12 @@ def test_each_strategy_has_the_losses_of_single(kind: str, runs: Callable[[str],
 @pytest.mark.slow
 def test_the_architectures_that_are_not_checked_see_no_later_tokens(tmp_path: Path) -> None:
     kinds = {str(values.get("model_type", kind)): kind for kind, values in reversed(CAUSAL.items())}
-    assert kinds.keys() == hf.CAUSAL_TYPES
-    with patch.object(hf, "CAUSAL_TYPES", frozenset()):
+    assert kinds.keys() == task_models.CAUSAL_TYPES
+    with patch.object(task_models, "CAUSAL_TYPES", frozenset()):
         for kind in kinds.values():
             model = resolve_cell(*hugging_face(tmp_path, kind)).model
             torch.manual_seed(1)
-            hf.check_causal(hf.build(model, 300), model)
+            task_models.check_causal(hf.build(model, 300), model)
 
 
 def test_a_known_architecture_whose_configuration_shows_later_tokens_is_refused(tmp_path: Path) -> None:
@@ -84,7 +84,7 @@ def test_a_known_architecture_whose_configuration_shows_later_tokens_is_refused(
         model = resolve_cell(*hugging_face(tmp_path, "llama")).model
     torch.manual_seed(1)
     with pytest.raises(ConfigError, match=r"is not a causal LM: its logits change with a later token"):
-        hf.check_causal(hf.build(model, 300), model)
+        task_models.check_causal(hf.build(model, 300), model)
 
 
 BERTS = {
@@ -108,8 +108,8 @@ def test_a_model_that_sees_later_tokens_is_refused_before_a_worker_starts(kind: 
     model = resolve_cell(*overrides, f"+{added}").model
     torch.manual_seed(1)
     built = hf.build(model, 300)
-    hf.check_causal(built, model)  # The added key makes it causal.
+    task_models.check_causal(built, model)  # The added key makes it causal.
     built.config.update({key: False})
     seeing = type(built)(built.config)
     with pytest.raises(ConfigError, match=r"is not a causal LM: its logits change with a later token"):
-        hf.check_causal(seeing, model)
+        task_models.check_causal(seeing, model)

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from distexp import cancel, status
-from distexp.runs import run_state
+from distexp.runs import attempts, run_state
 from distexp.runs.attempts import read_agent_process, read_launcher_process, register_manual_attempt
 from distexp.runs.record_sections import RunInfo
 from distexp.runs.run_dir import COMMAND, EVENTS, LAUNCHER_PROCESS, LOGS
@@ -142,6 +142,8 @@ def test_a_run_has_started_if_it_has_files_of_an_attempt(tmp_path: Path, file: s
     found = states(tmp_path)[0]
     assert found.state == state
     assert found.reason == ("" if file else f"not started: distexp resume {tmp_path}")
+    with attempts.sweep_lock(tmp_path):  # as a command that has not submitted the run yet
+        assert states(tmp_path)[0].state == "running"
 
 
 def test_a_run_started_by_hand_does_not_belong_to_an_earlier_launcher(tmp_path: Path) -> None:

@@ -60,7 +60,8 @@ def test_a_directory_has_the_runs_of_a_sweep_or_a_single_run(
 ) -> None:
     """Both would have a run 0."""
     (tmp_path / "command.json").write_text(json.dumps({"words": stored, "directory": "/", "cells": 1}))
-    assert main(["model=gpt_tiny", "dataset=synthetic", "cluster.device=cpu", f"{key}={tmp_path}"]) == 2
+    words = ["model=gpt_tiny", "dataset=synthetic", "cluster.device=cpu", f"{key}={tmp_path}"]
+    assert main([*words, "sweep.resume=true"]) == main(words) == 2
     shown = capsys.readouterr().err
     assert f"distexp: {key}={tmp_path} {message}" in shown
     assert shown.endswith(f" hydra.sweep.dir={tmp_path}\n") == (key == "hydra.run.dir")

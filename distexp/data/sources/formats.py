@@ -209,6 +209,9 @@ def read_parquet(file: Path, columns: Sequence[str]) -> Iterator[Row]:
 
     try:
         with ParquetFile(file, buffer_size=BUFFER_BYTES) as opened:
+            names = opened.schema_arrow.names
+            if twice := [column for column in columns if names.count(column) > 1]:
+                raise ConfigError(f"{file} has {names.count(twice[0])} columns {twice[0]}: rename all but one of them")
             if any("arrow.json" in str(opened.schema_arrow.field(column).type) for column in columns):
                 return
             batches = opened.iter_batches(READ_ROWS, columns=list(columns))

@@ -199,11 +199,13 @@ def _refuse_splits_as_classes(root: Path, classes: tuple[str, ...]) -> None:
     has_both = all(any(name.lower() in names for name in classes) for names in known)
     only_splits = len(found[0]) + len(found[1]) == len(classes) and (len(classes) == 1 or all(found) or are_splits)
     if has_both or only_splits:
-        train, *others = [*found[0], *found[1]]
+        exact = sorted(found[0], key=lambda name: name.lower() not in known[0])  # before names such as bullet_train
+        train, *others = [*exact, *found[1]]
         paths = [f"dataset.path={root / train}", *(f"dataset.eval_path={root / name}" for name in others[-1:])]
+        hint = f", or set {copyable_overrides(*paths)}" if _folders(root / train) else ""
         raise ConfigError(
             f"the folders {', '.join(classes)} of {root} would be the classes, but their names are those of splits: "
-            f"{LAYOUT}, or set {copyable_overrides(*paths)}"
+            f"{LAYOUT}{hint}"
         )
 
 

@@ -36,7 +36,9 @@ class UnknownJobError(SlurmError):
     """It is not known whether Slurm has the job of a submission."""
 
 
-SUBMITTED = re.compile(r"^(?:Submitted batch job )?(\d+)(?:;.*| on cluster .*)?\s*$", re.MULTILINE)
+SUBMITTED = [
+    re.compile(rf"^{start}(\d+)(?:;.*| on cluster .*)?\s*$", re.MULTILINE) for start in ("Submitted batch job ", "")
+]
 """What sbatch prints after a submission; the longer text if a wrapper of a site drops ``--parsable``."""
 
 
@@ -55,10 +57,10 @@ def submit(script: Path) -> str:
         if TIMED_OUT.search(str(error)):  # The controller may have received the job.
             raise UnknownJobError(str(error)) from None
         raise
-    found = SUBMITTED.search(output)
-    if found is None:
+    numbers = [number for pattern in SUBMITTED for number in reversed(pattern.findall(output))]
+    if not numbers:
         raise UnknownJobError(f"sbatch printed no job id: {output.strip()!r}")
-    return found.group(1)
+    return str(numbers[0])
 
 
 def cancel(jobs: Sequence[str]) -> None:
@@ -118,7 +120,8 @@ def run_command(command: list[str], timeout_s: float, environment: dict[str, str
     if UNREACHABLE.search(message):
         lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
         fatal = [line for line in lines if ": fatal: " in line]
-        raise UnreachableError(re.sub(r"^\S+: (error|fatal): ", "", (fatal or lines or [""])[0]) or message)
+        reasons = fatal or list(filter(UNREACHABLE.search, lines)) or lines  # and not a banner of the site
+        raise UnreachableError(re.sub(r"^\S+: (error|fatal): ", "", reasons[0]))
     raise SlurmError(message or f"{name} failed with exit code {done.returncode}")
 
 

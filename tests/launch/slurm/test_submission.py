@@ -107,14 +107,17 @@ def test_ctrl_c_while_waiting_prints_the_finished_runs_and_the_next_commands(tmp
 
 
 @pytest.mark.parametrize(
-    "text", ["7", "7;cluster", "Submitted batch job 7", "welcome\nSubmitted batch job 7 on cluster c"]
+    "text", ["7", "7;cluster", "Submitted batch job 7", "500\nSubmitted batch job 7 on cluster c", "500\n7"]
 )
 def test_the_job_is_known_from_every_text_of_sbatch(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", fake_slurm(tmp_path / "bin", sbatch=f"echo '{text}'; exit 0")["PATH"])
     assert client.submit(tmp_path / "array0.sbatch") == "7"
 
 
-@pytest.mark.parametrize("odd", ["echo 'job sent'; exit 0", "echo 'sbatch: error: Socket timed out' >&2; exit 1"])
+TIMED_OUT = "printf 'sbatch: account a is charged\\nsbatch: error: Socket timed out\\n' >&2; exit 1"
+
+
+@pytest.mark.parametrize("odd", ["echo 'job sent'; exit 0", TIMED_OUT])
 def test_a_submission_without_a_known_job_is_not_a_refusal(
     odd: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
