@@ -142,9 +142,10 @@ ADVICE: dict[str, Callable[[AdvisedStep], Alternatives]] = {
 
 
 def _fused_kernels(step: AdvisedStep) -> Alternatives:
-    """Yield kernels=fast, if it would compile the model of this run."""
+    """Yield kernels=fast, if it would compile the model of this run, which it does not if workers share layers."""
     is_fast = step.setting("kernels.name") == "fast"
-    if step.on_gpu and step.strategy.compiles(step) and not step.setting("train.compile") and not is_fast:
+    is_shared = any(step.number(f"parallel.{degree}", 1) > 1 for degree in ("tensor", "context", "expert", "pipeline"))
+    if step.on_gpu and step.strategy.compiles(step) and not (step.setting("train.compile") or is_fast or is_shared):
         yield Advice("kernels=fast", "compiled code has fewer and larger kernels")
 
 

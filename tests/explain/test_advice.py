@@ -25,6 +25,8 @@ from tests.helpers.profiled_records import (
         ({"kernels__name": "fast"}, []),
         ({"kernels__name": "fast", "train__compile": "model"}, ["train.compile=graphs"]),
         ({"train__compile": "blocks"}, []),
+        ({"parallel__tensor": 2}, []),  # Workers that share layers compile nothing.
+        ({"parallel__expert": 2}, []),
         ({"strategy": "deepspeed", "deepspeed__zero_stage": 3}, []),
         ({"strategy": "deepspeed", "deepspeed__zero_stage": 2}, ["kernels=fast"]),
     ],

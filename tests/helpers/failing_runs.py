@@ -50,6 +50,11 @@ def _raise(sample: Sample) -> Sample:
     raise ValueError("this sample is broken")
 
 
+def _change_token(sample: Sample) -> Sample:
+    """Return a sample with a token that no vocabulary has, so that the embedding of the model raises an error."""
+    return {**sample, "input_ids": torch.full_like(sample["input_ids"], 10**9)}
+
+
 def _kill(sample: Sample) -> Sample:
     os.kill(os.getpid(), signal.SIGKILL)
     return sample
@@ -123,6 +128,7 @@ def reports_threads(dataset: DatasetConfig, model: ModelConfig, seed: int) -> Ta
 
 
 fails = failing(_raise)
+fails_in_model = failing(_change_token)
 killed = failing(_kill)
 segfaults = failing(_segfault)
 exits = failing(_exit)

@@ -62,6 +62,16 @@ def test_an_exception_on_one_rank_is_the_cause_and_ends_the_other_ranks(rank: in
     assert remaining_processes(tmp_path) == []
 
 
+@pytest.mark.slow
+def test_an_error_in_a_stage_of_a_pipeline_is_the_cause(tmp_path: Path) -> None:
+    """Torch's own error is a RuntimeError that names the stage, also if a memory is full."""
+    stages = ("parallel.pipeline=2", "train.gradient_accumulation_steps=4", "dataset.padding=max_length")
+    run_distexp(*sabotage("fails_in_model"), *QUICK, "strategy=ddp", *stages, cwd=tmp_path, env=ENV)
+    record = only_record(tmp_path)
+    assert record.error is not None
+    assert (record.error.type, record.error.message) == ("IndexError", "index out of range in self")
+
+
 def test_the_first_death_of_all_nodes_is_the_cause(tmp_path: Path) -> None:
     ends = {0: [{"rank": 0, "code": 1, "unix_time_s": 2.0, "stopped": False}], 1: []}
     ends[0].append({"rank": 1, "code": -15, "unix_time_s": 2.1, "stopped": True})

@@ -166,13 +166,17 @@ def _by_training(rows: Sequence[Row]) -> dict[str, list[Row]]:
 
 def _with_environments(rows: Sequence[Row], names: Sequence[str]) -> Iterator[tuple[Row, list[str]]]:
     """Yield each row with its environment settings. A run without recorded hardware has that of the first other run."""
-    known = next((row.settings for row in rows if run_settings.knows_hardware(row.record)), {})
+    known: dict[str, Any] = {}
+    for name in filter(run_settings.is_hardware, names):
+        values = ((row.record, row.settings.get(name)) for row in rows)
+        known[name] = next(
+            (value for record, value in values if run_settings.knows_hardware(record, name, value)), None
+        )
     for row in rows:
-        values = {name: row.settings.get(name) for name in names}
-        if not run_settings.knows_hardware(row.record):
-            missing = [name for name in names if run_settings.is_hardware(name) and values[name] is None]
-            values |= {name: known.get(name) for name in missing}
-        yield row, [run_settings.format_setting(values[name]) for name in names]
+        found = {name: row.settings.get(name) for name in names}
+        unknown = [name for name in known if not run_settings.knows_hardware(row.record, name, found[name])]
+        found |= {name: known[name] for name in unknown}
+        yield row, [run_settings.format_setting(found[name]) for name in names]
 
 
 def group_by_settings(groups: Sequence[RunGroup], names: Sequence[str]) -> dict[str, list[RunGroup]]:
@@ -260,7 +264,7 @@ def _is_known(record: RunRecord, name: str, settings: Settings) -> bool:
     """Return whether a setting is known. An invalid cell was never resolved, and a failed run may lack its GPU."""
     value = settings.get(name)
     if run_settings.is_hardware(name):
-        return value is not None or run_settings.knows_hardware(record)
+        return run_settings.knows_hardware(record, name, value)
     if name not in settings:
         return False
     if record.status != "invalid":

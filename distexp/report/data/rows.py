@@ -297,9 +297,10 @@ def read_environment_settings(record: RunRecord) -> dict[str, Any]:
     return {GPU: environment.gpu_name if environment else None, **found}
 
 
-def knows_hardware(record: RunRecord) -> bool:
-    """Return whether a run got far enough to record all of its hardware."""
-    return record.status == "completed" or bool(record.environment and record.environment.gpu_name)
+def knows_hardware(record: RunRecord, name: str, value: Any) -> bool:
+    """Return whether a run got far enough to record a setting of its machine. Its workers record the arithmetic."""
+    has_none = record.status == "completed" or bool(record.environment and record.environment.gpu_name)
+    return value is not None or (has_none and name != ARITHMETIC)
 
 
 @lru_cache(maxsize=4096)

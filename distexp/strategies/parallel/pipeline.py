@@ -118,7 +118,12 @@ class PipelineModel(TorchModel):
         for stage in stages:
             stage.position = 0
         rows = torch.zeros(len(self.batches))  # torch splits them into micro-batches. The stages read ``batches``.
-        schedule.step(*((rows,) if 0 in self.cut.own else ()), target=rows)
+        try:
+            schedule.step(*((rows,) if 0 in self.cut.own else ()), target=rows)
+        except RuntimeError as error:
+            if error.__cause__ is None:
+                raise
+            raise error.__cause__ from None  # torch's own error names a stage only, and not that a memory is full
         if (tied := self.cut.tied_weight) is not None and tied.grad is not None:
             own = tied.grad.to_local() if isinstance(tied.grad, DTensor) else tied.grad
             dist.all_reduce(own, group=self.cut.tied_group)

@@ -137,6 +137,17 @@ def test_a_run_that_failed_without_recording_its_gpu_is_a_repeat() -> None:
     assert "gpu" in header(printed(records))
 
 
+def test_a_run_that_was_stopped_before_its_workers_recorded_their_arithmetic_distinguishes_no_runs() -> None:
+    runs = [record(n, strategy=strategy) for n, strategy in enumerate(("ddp", "fsdp", "single"))]
+    runs[2].status, runs[2].error = "killed", RunError("Stopped", "stopped by SIGTERM", "train")
+    for each, arithmetic in zip(runs, ("fp32 highest", "fp32 highest", None), strict=True):
+        assert each.environment is not None
+        each.environment.gpu_name, each.environment.arithmetic = "NVIDIA H200", arithmetic
+    assert "arithmetic" not in printed(runs)
+    runs[1].environment.arithmetic = "fp32 high"  # type: ignore[union-attr]
+    assert "arithmetic" in printed(runs)
+
+
 def test_runs_with_different_environment_settings_are_not_repeats() -> None:
     """Their run.id is equal, but the environment may be why their metrics differ."""
 
