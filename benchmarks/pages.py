@@ -36,6 +36,8 @@ EXERCISES = {
     "ddp/multi_gpu": ("ddp_multi_gpu",),
     "memory/parts": ("memory_parts",),
     "cut/lora": ("cut_lora",),
+    "cut": ("cut/tensor", "cut/mesh", "cut/context", "cut/recompute", "cut/pipeline"),
+    "cut/mesh in fp32": ("cut/mesh_fp32",),
 }
 """Sweeps of each table of exercises.md."""
 
@@ -313,6 +315,7 @@ TABLES: dict[str, dict[str, tuple[Callable[[str], str], str]]] = {
     "plan.md": {"models": (memory_table, "models")},
     "model-parallel.md": {
         "memory": (memory_table, "parallel"),
+        "memory of chapter 10": (memory_table, "cut"),
         "bubble": (bubble_table, "pipeline_h200.json"),
         "tensor": (loops_table, "tensor_h200.json"),
         "proofs": (proofs_table, "verify_parallel_h200.json"),
