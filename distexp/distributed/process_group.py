@@ -3,6 +3,7 @@
 import os
 import socket
 import time
+from contextlib import nullcontext, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
@@ -43,7 +44,7 @@ def open_store(spec: RunSpec, *, is_forked: bool = False) -> Store:
 
 
 def wait_for_rank_0(spec: RunSpec) -> None:
-    """Wait until this rank can connect to rank 0, for half of the hang timeout; rank 0 only looks its address up.
+    """Wait until this rank can connect to rank 0, for half of the hang timeout; rank 0 needs only a way to itself.
 
     Without this check, torch would wait longer than the agents, which would report a hang without a cause. Raises
     ConnectionError.
@@ -53,9 +54,8 @@ def wait_for_rank_0(spec: RunSpec) -> None:
     deadline = time.monotonic() + wait_s
     while True:
         try:
-            if os.environ["RANK"] == "0":
-                socket.getaddrinfo(host, port)
-            else:
+            # Nothing has to listen there yet if this is rank 0.
+            with suppress(ConnectionRefusedError) if os.environ["RANK"] == "0" else nullcontext():
                 socket.create_connection((host, port), timeout=max(1.0, deadline - time.monotonic())).close()
             return
         except OSError as error:

@@ -243,6 +243,9 @@ LOST_CODE = encode_group_code(-signal.SIGKILL)
 REPLY_POLL_S = 0.1
 """Time between two checks of the limits, while the shared process imports. A slow file system may take minutes."""
 
+REPORT_S = 10.0
+"""Time that the shared process gets to send the exit code of a group that was killed."""
+
 
 class NotStartedError(Exception):
     """The workers were not started, because a limit was exceeded or the shared process has ended."""
@@ -298,9 +301,11 @@ class ForkedWorkers:
         return self._code
 
     def wait(self) -> int:
-        """Wait for the end and return the exit code."""
-        self._channel.setblocking(True)
-        return self._receive()
+        """Wait for the end and return the exit code; that of SIGKILL if a stopped shared process sends none."""
+        self._channel.settimeout(REPORT_S)
+        with suppress(TimeoutError):
+            return self._receive()
+        return -signal.SIGKILL
 
     def _receive(self) -> int:
         if self._code is None:

@@ -4,7 +4,7 @@ import json
 import re
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,7 +16,7 @@ from distexp.exceptions import address_space_hint, name_limit
 from distexp.measure.memory.sampler import run_traces
 from distexp.measure.stragglers import read_gpu_evidence
 from distexp.runs import attempts, texts
-from distexp.runs.events import ranks_behind, read_phase_events, read_rank_progress
+from distexp.runs.events import RankProgress, ranks_behind, read_phase_events, read_rank_progress
 from distexp.runs.record import RunRecord, RunSpec
 from distexp.runs.record_sections import RunError
 from distexp.runs.run_dir import EVENTS, GROUP_LOG, OOM_KILLS, OOM_MARK, RANK_LOG, STOPPED_RANKS, WORKER_EXITS
@@ -82,27 +82,33 @@ def _worker_cause(directory: Path, phase: str | None, stopped_agent: str | None)
     if stopped_agent is not None and (first is None or is_victim):
         return _signal_cause(directory, signal.SIGTERM, stopped_agent, phase)
     earliest = next((end for end in _worker_ends(directory) if not end["stopped"]), None)
-    if first is not None and is_victim and earliest and earliest["rank"] not in {error.rank for error in errors}:
+    is_silent = first is None or is_victim
+    if is_silent and earliest and earliest["rank"] not in {error.rank for error in errors}:
         rank, code = earliest["rank"], earliest["code"]
-        reason = (
-            f"rank {rank} ended with exit code {code} and without an error: does its code call os._exit? "
-            f"Another rank has the error: {first.message.partition(chr(10))[0]}"
-        )
-        return Cause("failed", RunError("WorkerDied", reason, phase, rank))
+        reason = f"rank {rank} ended with exit code {code} and without an error: does its code call os._exit?"
+        if first is not None:
+            reason += f" Another rank has the error: {first.message.partition(chr(10))[0]}"
+        return _silent_cause(directory, reason, phase, rank)
     if first is None:
         codes = ", ".join(f"rank {end['rank']}: {end['code']}" for end in _worker_ends(directory) if end["code"])
-        message = f"no rank reported an error (exit codes: {codes or 'none'}): see logs/node*/*.log"
-        printed = [line for path in GROUP_LOG.find(directory) for line in path.read_text(errors="replace").splitlines()]
-        last = next(filter(str.strip, reversed(printed)), "").strip()
-        if last:
-            message += f", where the parent process of the workers printed last: {name_limit(last)}"
-        status = texts.out_of_memory_status("WorkerDied", last) or "failed"
-        return Cause(status, RunError("WorkerDied", message, phase))
+        reason = f"no rank reported an error (exit codes: {codes or 'none'}): see logs/node*/*.log."
+        return _silent_cause(directory, reason, phase)
     if LOST_LOADER.search(first.message) and oom_killed(directory):
         process = f"a data loader process of rank {first.rank}"
         return _signal_cause(directory, signal.SIGKILL, process, first.phase, first.rank)
     first.message = name_limit(first.message) or (address_space_hint() if first.type == "MemoryError" else "")
     return Cause(texts.out_of_memory_status(first.type, first.message) or "failed", first)
+
+
+def _silent_cause(directory: Path, reason: str, phase: str | None, rank: int | None = None) -> Cause:
+    """Return the cause of a run in which no rank wrote why it ended. What was printed may tell."""
+    logs = (path.read_text(errors="replace") for path in GROUP_LOG.find(directory))
+    printed = [line.strip() for log in logs for line in log.splitlines() if line.strip()]
+    last = printed[-1] if printed and not printed[-1].startswith(attempts.FORKED) else ""
+    if last:
+        reason = f"{reason.removesuffix('.')}. The parent process of the workers printed last: {name_limit(last)}"
+    status = texts.out_of_memory_status("WorkerDied", last) or "failed"
+    return Cause(status, RunError("WorkerDied", reason.removesuffix("."), phase, rank))
 
 
 def _signal_cause(directory: Path, number: int, process: str, phase: str | None, rank: int | None = None) -> Cause:
@@ -203,15 +209,41 @@ def hang_error(run_dir: Path, phase: str | None, limit: str) -> RunError:
     culprits = stopped_ranks or ([] if STOPPED_PARENT in stopped else ranks_behind(progress))
     where = f": no step or new phase within {limit}. The stacks of {{}} ranks are in logs/node*/rank*.log"
     if not culprits:
-        reason = "all ranks wait at the same point" if progress else "no worker has started"
+        reason, rank = "no worker has started", None
         if STOPPED_PARENT in stopped:
             reason = "the parent process of the workers is stopped by a signal (SIGSTOP)"
+        elif progress:
+            reason, rank = _describe_stacks(run_dir, progress)
         phase = phase or (progress[0].phase if progress else "setup")
-        return RunError("Hang", reason + where.format("all"), phase)
+        return RunError("Hang", reason + where.format("all"), phase, rank)
     verb = "is" if len(culprits) == 1 else "are"
     state = "stopped by a signal (SIGSTOP)" if stopped_ranks else "behind, and the other ranks wait"
     message = f"{join_first(map(str, culprits))} {verb} {state}{where.format('the')}"
     return RunError("Hang", message, culprits[0].phase, culprits[0].rank)
+
+
+INNERMOST = re.compile(r'^Current thread .*\n  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
+"""The first two lines of a stack in a log."""
+
+WAITS = re.compile(r"/torch/(distributed|autograd)/")
+"""Files of torch in which a rank waits for others. The backward pass of DDP waits in autograd."""
+
+
+def _describe_stacks(run_dir: Path, progress: Sequence[RankProgress]) -> tuple[str, int | None]:
+    """Return why ranks with equal progress hang, and the rank that the others wait for; None if it is unknown."""
+    logs = {
+        entry.rank: "".join(path.read_text(errors="replace") for path in RANK_LOG.find(run_dir, rank=entry.rank))
+        for entry in progress
+    }
+    stacks = {rank: INNERMOST.findall(log)[-1:] for rank, log in logs.items()}
+    busy = [(rank, *found[0]) for rank, found in stacks.items() if found and not WAITS.search(found[0][0])]
+    if len(busy) == 1 and all(stacks.values()):
+        rank, file, line, function = busy[0]
+        others = ", and the other ranks wait" if len(progress) > 1 else ""
+        return f"rank {rank} is at {'/'.join(Path(file).parts[-2:])}:{line} in {function}{others}", rank
+    if not busy and all(stacks.values()) and len(progress) > 1:
+        return "all ranks wait in collective operations: do all of them call the same ones?", None
+    return "all ranks wait at the same point", None
 
 
 def save_counters(directory: Path) -> None:

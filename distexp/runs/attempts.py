@@ -104,6 +104,9 @@ def record_attempt_end(record: RunRecord) -> None:
 
 ERROR_HEADING = "this rank ends with an error:"
 
+FORKED = "forked from process"
+"""Start of the line that the parent process of the workers prints first."""
+
 SUBMISSION_REFUSED = "SubmissionRefused"
 
 

@@ -19,6 +19,7 @@ from selectors import EVENT_READ, DefaultSelector
 from typing import Any, NoReturn
 
 from distexp.models import shared_weights
+from distexp.runs.attempts import FORKED
 from distexp.system.environment_variables import captured_environment
 from distexp.system.processes import NOTICE_SIGNAL, die_with_parent, end_at_once, receive, send
 from distexp.worker.group import run_group, set_torchrun_defaults
@@ -122,7 +123,7 @@ class GroupServer:
             signal.signal(NOTICE_SIGNAL, signal.SIG_IGN)
             send(connection.socket, {"pid": os.getpid(), "server": server, "others": connection.others})
             self._forget()
-            print(f"forked from process {server}, which has imported the libraries", flush=True)
+            print(f"{FORKED} {server}, which has imported the libraries", flush=True)
             code = run_group(Path(request["run_dir"]), request["node"], request["address"], request["port"])
         except BaseException:
             sys.excepthook(*sys.exc_info())

@@ -60,10 +60,6 @@ def _kill(sample: Sample) -> Sample:
     return sample
 
 
-def _exit(sample: Sample) -> Sample:
-    os._exit(0)
-
-
 def _segfault(sample: Sample) -> Sample:
     os.kill(os.getpid(), signal.SIGSEGV)
     return sample
@@ -131,7 +127,17 @@ fails = failing(_raise)
 fails_in_model = failing(_change_token)
 killed = failing(_kill)
 segfaults = failing(_segfault)
-exits = failing(_exit)
+
+
+def exits(dataset: DatasetConfig, model: ModelConfig, seed: int) -> TaskData:
+    """Load samples. One of them ends the process with the exit code ``options.code``."""
+
+    def end(sample: Sample) -> Sample:
+        os._exit(dataset.options["code"])
+
+    return failing(end)(dataset, model, seed)
+
+
 hangs = failing(_hang)
 eats_memory = failing(_eat_memory)
 eats_until_killed = failing(_eat_until_killed)

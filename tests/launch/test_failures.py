@@ -98,12 +98,17 @@ def test_a_killed_worker_is_killed_and_not_its_victims_error(attempt: int, tmp_p
     assert remaining_processes(tmp_path) == []
 
 
-def test_a_rank_that_ends_without_an_error_is_named(tmp_path: Path) -> None:
-    run_distexp(*sabotage("exits", rank=1), *QUICK, cwd=tmp_path, env=ENV)
+@pytest.mark.parametrize(("code", "strategy"), [(0, "ddp"), (7, "ddp"), (0, "single")])
+def test_a_rank_that_ends_without_an_error_is_named(code: int, strategy: str, tmp_path: Path) -> None:
+    rank = 1 if strategy == "ddp" else 0
+    exits = (*sabotage("exits", rank=rank), f"+dataset.options.code={code}", f"strategy={strategy}")
+    run_distexp(*exits, *QUICK, cwd=tmp_path, env=ENV)
     record = only_record(tmp_path)
-    assert (record.status, record.error and record.error.rank) == ("failed", 1)
+    assert (record.status, record.error and record.error.rank) == ("failed", rank)
     assert record.error is not None
-    assert record.error.message.startswith("rank 1 ended with exit code 0 and without an error: ")
+    assert record.error.message.startswith(
+        f"rank {rank} ended with exit code {code} and without an error: does its code"
+    )
 
 
 def test_a_crash_is_reported_with_its_signal(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from distexp.launch.failures import HANG_CODE, classify_failure
 from distexp.runs.events import Events, ProgressWriter
 from distexp.runs.record import RunSpec
 from distexp.runs.record_sections import RunError
-from distexp.runs.run_dir import STOPPED_RANKS, log_dir
+from distexp.runs.run_dir import RANK_LOG, STOPPED_RANKS, log_dir
 from distexp.system.processes import WatchedProcess
 from tests.helpers.runs import REPOSITORY, make_spec
 
@@ -87,6 +87,35 @@ def test_no_rank_is_named_if_all_wait_at_the_same_point(spec: RunSpec, tmp_path:
     error = cause(tmp_path, spec)
     assert (error.rank, error.phase) == (None, "train")
     assert error.message.startswith("all ranks wait at the same point")
+
+
+IN_CODE, IN_TORCH = ("/home/ada/net/model.py", 35, "forward"), ("/lib/torch/autograd/graph.py", 979, "run_backward")
+
+
+@pytest.mark.parametrize(
+    ("frames", "rank", "message"),
+    [
+        ([IN_TORCH, IN_CODE], 1, "rank 1 is at net/model.py:35 in forward, and the other ranks wait: no step"),
+        ([IN_CODE], 0, "rank 0 is at net/model.py:35 in forward: no step"),
+        ([IN_TORCH, IN_TORCH], None, "all ranks wait in collective operations: do all of them call the same ones?"),
+        ([IN_CODE, IN_CODE], None, "all ranks wait at the same point"),
+        ([IN_TORCH, None], None, "all ranks wait at the same point"),
+    ],
+)
+def test_the_only_rank_that_does_not_wait_in_torch_is_named(
+    frames: list[tuple[str, int, str] | None], rank: int | None, message: str, spec: RunSpec, tmp_path: Path
+) -> None:
+    for number, frame in enumerate(frames):
+        pass_points(tmp_path, number, batches=1)
+        if frame is not None:
+            log = RANK_LOG.path(tmp_path, number, number)
+            lines = [
+                f'  File "{file}", line {line} in {name}' for file, line, name in (frame, ("/x/torch/a.py", 1, "f"))
+            ]
+            log.write_text("\n".join(["a line", "Current thread 0x01 (most recent call first):", *lines, ""]))
+    error = cause(tmp_path, spec)
+    assert error.rank == rank
+    assert error.message.startswith(message)
 
 
 def test_a_rank_that_waits_for_its_stopped_parent_is_not_called_stopped(spec: RunSpec, tmp_path: Path) -> None:

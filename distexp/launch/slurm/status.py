@@ -10,7 +10,7 @@ from distexp.launch import outcome, run_dirs
 from distexp.launch.failures import Cause, classify_failure
 from distexp.launch.slurm import client
 from distexp.launch.slurm.client import JobState, UnreachableError
-from distexp.runs import attempts
+from distexp.runs import attempts, texts
 from distexp.runs.attempts import read_rank_errors
 from distexp.runs.record import RunRecord, RunSpec
 from distexp.runs.record_sections import RunError
@@ -178,6 +178,7 @@ def write_missing_record(sweep_dir: Path, entry: run_dirs.Entry, job: JobState |
     if started:
         outcome.add_traces(record, spec, directory)
     attempts.record_attempt_end(record)
+    texts.release_reserve(directory)
     record.write(directory)
     return record
 
