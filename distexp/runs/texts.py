@@ -1,5 +1,6 @@
 """Sentences about a record: why a run failed, what was in memory, slow ranks, and its model."""
 
+import builtins
 import errno
 import os
 import re
@@ -202,17 +203,42 @@ GPU_IS_FULL = re.compile(
 """Texts of torch's allocator, also inside of an error of its compiler; of cuBLAS and cuDNN; and of CUDA and NCCL."""
 
 HOST_IS_FULL = re.compile(
-    r"MemoryError|std::bad_alloc|\[Errno 12\]|failed to map segment|Memory allocation still failed|"
-    r"(?i:(can't|cannot) allocate memory|out of memory)"
+    r"MemoryError|std::bad_alloc|\[Errno 12\]|Memory allocation still failed|"
+    r"(?i:(can't|cannot) allocate memory(?! in static TLS)|out of memory)"
 )
+
+SYSTEM_ERRORS = (MemoryError, OSError, RuntimeError, SystemError, ImportError)
+"""Types with which Python and the libraries pass on an error of the system."""
+
+INNER_TYPE = {"ConfigError": r"\braised (\w+)", "WorkerDied": r"^(?:\w+\.)*(\w+)(?:: |$)"}
+"""Patterns of the type of an error that the message of another one names: of custom code, and of a printed error."""
+
+
+def is_system_type(error_type: str, message: str = "") -> bool:
+    """Return whether an error of this type may be one of the system. ValueError, KeyError and the like never are."""
+    pattern = INNER_TYPE.get(error_type)
+    if pattern and (found := re.search(pattern, message)):
+        error_type = found[1]
+    kind = getattr(builtins, error_type, Exception)  # Libraries also raise Exception itself.
+    return kind is Exception or not isinstance(kind, type) or issubclass(kind, SYSTEM_ERRORS)
 
 
 def out_of_memory_status(error_type: str, message: str) -> str | None:
     """Return ``oom_gpu`` or ``oom_host`` for an error that means that memory is full; None for another error."""
+    if not is_system_type(error_type, message):
+        return None
     text = f"{error_type}: {message}"
     if GPU_IS_FULL.search(text):
         return "oom_gpu"
-    return "oom_host" if HOST_IS_FULL.search(text) else None
+    # A library can also not be mapped from a file system that is mounted with noexec.
+    is_unmapped = "failed to map segment" in text and has_limited_memory()
+    return "oom_host" if is_unmapped or HOST_IS_FULL.search(text) else None
+
+
+def has_limited_memory() -> bool:
+    """Return whether the address space or the data of this process has a limit (``ulimit -v`` or ``-d``)."""
+    limits = (resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_AS, resource.RLIMIT_DATA))
+    return any(limit != resource.RLIM_INFINITY for limit in limits)
 
 
 def memory_lines(memory: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
