@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from torch._utils import ExceptionWrapper
 
 from distexp.config.custom_code import code_place, custom_code_place
 
@@ -44,6 +45,18 @@ PLACES: dict[str, tuple[Sequence[str], Sequence[str], str]] = {
 def test_the_place_is_in_custom_code(case: str) -> None:
     paths, trusted, expected = PLACES[case]
     assert custom_code_place(raised_by(*paths), trusted) == expected
+
+
+@pytest.mark.parametrize("case", PLACES)
+def test_the_place_of_an_error_in_a_data_loader_process_is_in_custom_code(case: str) -> None:
+    """The worker raises the error again. Its message has the traceback of the other process."""
+    paths, trusted, expected = PLACES[case]
+    error = raised_by(*paths)
+    error.__cause__ = raised_by("/home/user/mine/cause.py")
+    wrapper = ExceptionWrapper((type(error), error, error.__traceback__), "in DataLoader worker process 0")
+    with pytest.raises(ValueError, match="no image") as caught:
+        wrapper.reraise()
+    assert custom_code_place(caught.value, trusted) == expected
 
 
 def test_the_place_of_a_model_may_be_in_an_installed_package() -> None:
