@@ -125,9 +125,16 @@ LOADER_ERROR = re.compile(
 """Message of an error that torch raises again for a data loader process, and the last traceback in it."""
 
 
+LOST_LOADER = "DataLoader worker (pid"
+"""Start of the message of an error that a data loader process was killed. torch may raise it at any line."""
+
+
 def _calls(error: BaseException) -> Iterator[tuple[str, int]]:
     """Yield file and line of the calls in the traceback of an error, or in that of the data loader process it is of."""
-    if found := LOADER_ERROR.match(text_of(error)):
+    message = text_of(error)
+    if message.startswith(LOST_LOADER):
+        return
+    if found := LOADER_ERROR.match(message):
         for name, line in re.findall(r'^  File "(.+)", line (\d+)', found[1], re.MULTILINE):
             yield name, int(line)
     else:

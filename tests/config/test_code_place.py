@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch._utils import ExceptionWrapper
 
 from distexp.config.custom_code import code_place, custom_code_place
 
-FAILING = "def read(*others):\n    raise ValueError('no image')\n"
+FAILING = "def read(*others):\n    raise ValueError('{}')\n"
 CALLING = "\ndef read(function, *others):\n    function(*others)\n"
 
 
@@ -20,10 +21,12 @@ def load_function(path: str, text: str) -> Any:
     return names["read"]
 
 
-def raised_by(*paths: str) -> ValueError:
+def raised_by(*paths: str, message: str = "no image") -> ValueError:
     """Return the error of the last file. Each of the others calls the file behind it."""
-    functions = [load_function(path, CALLING) for path in paths[:-1]] + [load_function(paths[-1], FAILING)]
-    with pytest.raises(ValueError, match="no image") as caught:
+    functions = [load_function(path, CALLING) for path in paths[:-1]] + [
+        load_function(paths[-1], FAILING.format(message))
+    ]
+    with pytest.raises(ValueError, match=re.escape(message)) as caught:
         functions[0](*functions[1:])
     error = caught.value
     assert error.__traceback__ is not None
@@ -57,6 +60,15 @@ def test_the_place_of_an_error_in_a_data_loader_process_is_in_custom_code(case: 
     with pytest.raises(ValueError, match="no image") as caught:
         wrapper.reraise()
     assert custom_code_place(caught.value, trusted) == expected
+
+
+@pytest.mark.parametrize(
+    "message",
+    ["DataLoader worker (pid 7) is killed by signal: Killed. ", "DataLoader worker (pid(s) 7) exited unexpectedly"],
+)
+def test_the_end_of_a_data_loader_process_has_no_place(message: str) -> None:
+    """A signal handler of torch raises the error, at the line that the worker has just reached."""
+    assert custom_code_place(raised_by(CUSTOM, message=message), []) == ""
 
 
 def test_the_place_of_a_model_may_be_in_an_installed_package() -> None:
