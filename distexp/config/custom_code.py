@@ -112,7 +112,17 @@ def code_place(error: BaseException) -> str:
 
 def custom_code_place(error: BaseException, trusted: Collection[str]) -> str:
     """Return the innermost line of custom code, also if ``trusted`` packages are installed; empty if there is none."""
-    return _innermost((path, line) for path, line in _places(error) if _installed_package(path) in ("", *trusted))
+    return _innermost(_custom_places(error, trusted))
+
+
+def is_raised_by_custom_code(error: BaseException, trusted: Collection[str]) -> bool:
+    """Return whether the innermost line of a traceback is custom code, and not code of a library that it calls."""
+    calls = [(Path(name), line) for name, line in _calls(error)]
+    return bool(calls) and calls[-1] in _custom_places(error, trusted)
+
+
+def _custom_places(error: BaseException, trusted: Collection[str]) -> Iterator[tuple[Path, int]]:
+    return ((path, line) for path, line in _places(error) if _installed_package(path) in ("", *trusted))
 
 
 def _innermost(places: Iterator[tuple[Path, int]]) -> str:

@@ -31,15 +31,29 @@ FULL_BYTES = 512 * 1024
 """A disk with less free space is full. This is more than the reserve, which another rank may have deleted."""
 
 
-def is_full_disk(error: BaseException) -> bool:
-    """Return whether an error states that a file system refuses to write: full, quota, size of a file, read-only."""
-    return _refusal(error) is not None
+def is_full_disk(error: BaseException, *, by_number: bool = False) -> bool:
+    """Return whether an error states that a file system refuses to write: full, quota, size of a file, read-only.
+
+    ``by_number`` ignores texts without the number of a system error, which custom code may use for something else.
+    """
+    return (_number_of(error) in REFUSALS) if by_number else _refusal(error) is not None
+
+
+def _number_of(error: BaseException) -> int | None:
+    """Return the number of an error of the system. One of a data loader process only has a message."""
+    if not isinstance(error, OSError):
+        return None
+    numbers = re.findall(r"\[Errno (\d+)\]", text_of(error))
+    return error.errno if error.errno is not None or not numbers else int(numbers[-1])
 
 
 def _refusal(error: BaseException) -> int | None:
     """Return the number of the system error with which a file system refused to write; None for another error."""
-    if isinstance(error, OSError) and error.errno is not None:
-        return error.errno if error.errno in REFUSALS else None
+    number = _number_of(error)
+    if number is not None:
+        return number if number in REFUSALS else None
+    if not is_system_type(type(error).__name__, text_of(error)):
+        return None
     # torch, after the system took only a part of a checkpoint
     if "unexpected pos " in text_of(error) and resource.getrlimit(resource.RLIMIT_FSIZE)[0] != resource.RLIM_INFINITY:
         return errno.EFBIG
