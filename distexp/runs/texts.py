@@ -74,22 +74,28 @@ def lacks_inodes(folder: Path) -> bool:
     return False
 
 
-def full_disk_error(error: BaseException, run_dir: Path, phase: str, rank: int | None = None) -> RunError:
-    """Return the error for the record of a run that ended because a file system refused to write."""
+def full_disk_error(
+    error: BaseException, run_dir: Path, phase: str, rank: int | None = None, place: str | None = None
+) -> RunError:
+    """Return the error for the record of a run that ended because a file system refused to write.
+
+    ``place`` is the line of custom code that the error came through. It may write to any disk.
+    """
     # A ConfigError already names its folder, such as that of the cache, and the hint.
-    message = str(error) if isinstance(error, ConfigError) else _full_disk_message(error, run_dir, phase)
-    return RunError("DiskFull", message, phase, rank)
+    message = str(error) if isinstance(error, ConfigError) else _full_disk_message(error, run_dir, phase, place)
+    return RunError("DiskFull", message, phase, rank, place=place)
 
 
-def _full_disk_message(error: BaseException, run_dir: Path, phase: str) -> str:
+def _full_disk_message(error: BaseException, run_dir: Path, phase: str, place: str | None) -> str:
     named = error.filename if isinstance(error, OSError) else None
     folder = run_dir if named is None else Path(os.fsdecode(named)).parent
+    written = f"the folder that {place} writes to" if place and named is None else folder
     elsewhere = f"start again on another disk with {directory_key(run_dir)}"
     number = _refusal(error) or errno.ENOSPC
     if number == errno.EFBIG:
-        return f"a file in {folder} would exceed the largest size of a file (see ulimit -f): raise it, or {elsewhere}"
+        return f"a file in {written} would exceed the largest size of a file (see ulimit -f): raise it, or {elsewhere}"
     if number == errno.EROFS:
-        return f"the disk of {folder} can no longer be written (read-only file system): {elsewhere}"
+        return f"the disk of {written} can no longer be written (read-only file system): {elsewhere}"
     if number == errno.ENOSPC and lacks_inodes(folder):
         return f"the disk of {folder} has no inodes left, so it takes no new file: delete files, or {elsewhere}"
     free = 0
@@ -100,12 +106,14 @@ def _full_disk_message(error: BaseException, run_dir: Path, phase: str) -> str:
         return (
             f"a disk is full, but not that of {run_dir} ({free // 2**20:,} MiB free): make room in "
             f"{tempfile.gettempdir()}, in /dev/shm and in the folders of caches"
+            + (f", or where {place} writes" if place else "")
         )
     if number == errno.EDQUOT:
-        return f"the disk quota of {folder} is exhausted: make room, or {elsewhere}"
+        return f"the disk quota of {written} is exhausted: make room, or {elsewhere}"
     # A run saves to its own disk. The libraries do not name it, and what they have written is removed at once.
     removed = " after the incomplete files were removed" if has_room else ""
-    return f"the disk of {folder} is full ({free // 1024:,} KiB free{removed}): make room, or {elsewhere}"
+    other = f" or of {written}" if has_room and place else ""
+    return f"the disk of {folder}{other} is full ({free // 1024:,} KiB free{removed}): make room, or {elsewhere}"
 
 
 def describe_disk_error(error: OSError) -> str:

@@ -98,7 +98,7 @@ def describe_error(error: BaseException, run_dir: Path, phase: str, rank: int) -
     # Libraries do not always name a full disk, so the free space is checked after a failed save.
     is_lost_save = phase == "save" and not is_custom and texts.free_bytes(run_dir) < texts.FULL_BYTES
     if texts.is_full_disk(error, by_number=is_custom) or is_lost_save:
-        return texts.full_disk_error(error, run_dir, phase, rank)
+        return texts.full_disk_error(error, run_dir, phase, rank, place)
     oom = sys.modules.get("distexp.measure.memory.rank_memory")  # None if the error came before torch was imported
     memory = oom.report_of(error) if oom is not None else None
     if memory or isinstance(error, ConfigError):

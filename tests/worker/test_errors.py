@@ -80,23 +80,32 @@ def raised_by_custom_code(error: Exception, *, in_loader: bool) -> BaseException
 
 @pytest.mark.parametrize("in_loader", [False, True])
 @pytest.mark.parametrize(
-    ("error", "is_full"),
+    ("error", "full"),
     [
-        (NO_SPACE, True),
-        (QUOTA, True),
-        (ValueError("File too large: picture of 12 MB, limit 10 MB"), False),
-        (RuntimeError("the replay buffer has No space left on device"), False),
-        (OSError("Disk quota exceeded for user bob in row 3"), False),
+        (NO_SPACE, "in the folders of caches, or where mine/dataset.py:1 writes"),
+        (QUOTA, "the disk quota of the folder that mine/dataset.py:1 writes to is exhausted: make room, or "),
+        (OSError(errno.EFBIG, "File too large"), "a file in the folder that mine/dataset.py:1 writes to would exceed "),
+        (ValueError("File too large: picture of 12 MB, limit 10 MB"), None),
+        (RuntimeError("the replay buffer has No space left on device"), None),
+        (OSError("Disk quota exceeded for user bob in row 3"), None),
     ],
 )
 def test_an_error_of_custom_code_is_a_full_disk_only_by_its_number(
-    error: Exception, is_full: bool, in_loader: bool, spec_dir: Path
+    error: Exception, full: str | None, in_loader: bool, spec_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=HIGH))
     found = describe_error(raised_by_custom_code(error, in_loader=in_loader), spec_dir, "train", rank=1)
-    if is_full:
-        assert found.type == "DiskFull"
-    else:
-        assert (found.type, found.message, found.place) == (type(error).__name__, str(error), "mine/dataset.py:1")
+    assert found.place == "mine/dataset.py:1"
+    assert found.type == ("DiskFull" if full else type(error).__name__)
+    assert (full or str(error)) in found.message
+
+
+def test_a_disk_that_custom_code_fills_in_a_save_may_be_another_one(
+    spec_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=HIGH))
+    found = describe_error(raised_by_custom_code(NO_SPACE, in_loader=False), spec_dir, "save", rank=1)
+    assert f"the disk of {spec_dir} or of the folder that mine/dataset.py:1 writes to is full (" in found.message
 
 
 def test_an_error_of_custom_code_in_a_save_is_kept_also_if_the_disk_is_full(
