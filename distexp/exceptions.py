@@ -182,7 +182,8 @@ LIMITS = {
 
 
 ALLOCATION = re.compile(
-    r"\bMemoryError|Unable to allocate|[Mm]emory allocation|allocate memory|failed to map segment|bad_alloc"
+    r"\bMemoryError|Unable to allocate|[Mm]emory allocation|allocate memory(?! in static TLS)|failed to map segment|"
+    r"bad_alloc"
 )
 """Texts of errors of memory that could not be allocated."""
 

@@ -3,6 +3,7 @@
 import hashlib
 import importlib
 import inspect
+import re
 import sysconfig
 import traceback
 from collections.abc import Collection, Iterator, Sequence
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from distexp.config import Config, ConfigError
-from distexp.exceptions import first_line
+from distexp.exceptions import first_line, text_of
 from distexp.system.files import PACKAGE
 
 PAGE = "https://distexp.github.io/distexp/how-to/extend/"
@@ -111,17 +112,48 @@ def code_place(error: BaseException) -> str:
 
 def custom_code_place(error: BaseException, trusted: Collection[str]) -> str:
     """Return the innermost line of custom code, also if ``trusted`` packages are installed; empty if there is none."""
-    return _innermost((path, line) for path, line in _places(error) if _installed_package(path) in ("", *trusted))
+    return _innermost(_custom_places(error, trusted))
+
+
+def is_raised_by_custom_code(error: BaseException, trusted: Collection[str]) -> bool:
+    """Return whether the innermost line of a traceback is custom code, and not code of a library that it calls."""
+    calls = [(Path(name), line) for name, line in _calls(error)]
+    return bool(calls) and calls[-1] in _custom_places(error, trusted)
+
+
+def _custom_places(error: BaseException, trusted: Collection[str]) -> Iterator[tuple[Path, int]]:
+    return ((path, line) for path, line in _places(error) if _installed_package(path) in ("", *trusted))
 
 
 def _innermost(places: Iterator[tuple[Path, int]]) -> str:
     return next((f"{'/'.join(path.parts[-2:])}:{line}" for path, line in reversed(list(places))), "")
 
 
+LOADER_ERROR = re.compile(
+    r"Caught \w+ in DataLoader worker process.*Traceback \(most recent call last\):(.*)", re.DOTALL
+)
+"""Message of an error that torch raises again for a data loader process, and the last traceback in it."""
+
+
+LOST_LOADER = "DataLoader worker (pid"
+"""Start of the message of an error that a data loader process was killed. torch may raise it at any line."""
+
+
+def _calls(error: BaseException) -> Iterator[tuple[str, int]]:
+    """Yield file and line of the calls in the traceback of an error, or in that of the data loader process it is of."""
+    message = text_of(error)
+    if message.startswith(LOST_LOADER):
+        return
+    if found := LOADER_ERROR.match(message):
+        for name, line in re.findall(r'^  File "(.+)", line (\d+)', found[1], re.MULTILINE):
+            yield name, int(line)
+    else:
+        yield from ((frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__))
+
+
 def _places(error: BaseException) -> Iterator[tuple[Path, int]]:
     """Yield the lines of the traceback that are in files outside of Python, torch, triton and distexp."""
-    for frame, line in traceback.walk_tb(error.__traceback__):
-        name = frame.f_code.co_filename
+    for name, line in _calls(error):
         if not name or name.startswith("<"):
             continue
         file, python = Path(name).resolve(), Path(sysconfig.get_path("stdlib")).resolve()

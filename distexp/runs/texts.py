@@ -1,5 +1,6 @@
 """Sentences about a record: why a run failed, what was in memory, slow ranks, and its model."""
 
+import builtins
 import errno
 import os
 import re
@@ -30,15 +31,29 @@ FULL_BYTES = 512 * 1024
 """A disk with less free space is full. This is more than the reserve, which another rank may have deleted."""
 
 
-def is_full_disk(error: BaseException) -> bool:
-    """Return whether an error states that a file system refuses to write: full, quota, size of a file, read-only."""
-    return _refusal(error) is not None
+def is_full_disk(error: BaseException, *, by_number: bool = False) -> bool:
+    """Return whether an error states that a file system refuses to write: full, quota, size of a file, read-only.
+
+    ``by_number`` ignores texts without the number of a system error, which custom code may use for something else.
+    """
+    return (_number_of(error) in REFUSALS) if by_number else _refusal(error) is not None
+
+
+def _number_of(error: BaseException) -> int | None:
+    """Return the number of an error of the system. One of a data loader process only has a message."""
+    if not isinstance(error, OSError):
+        return None
+    numbers = re.findall(r"\[Errno (\d+)\]", text_of(error))
+    return error.errno if error.errno is not None or not numbers else int(numbers[-1])
 
 
 def _refusal(error: BaseException) -> int | None:
     """Return the number of the system error with which a file system refused to write; None for another error."""
-    if isinstance(error, OSError) and error.errno is not None:
-        return error.errno if error.errno in REFUSALS else None
+    number = _number_of(error)
+    if number is not None:
+        return number if number in REFUSALS else None
+    if not is_system_type(type(error).__name__, text_of(error)):
+        return None
     # torch, after the system took only a part of a checkpoint
     if "unexpected pos " in text_of(error) and resource.getrlimit(resource.RLIMIT_FSIZE)[0] != resource.RLIM_INFINITY:
         return errno.EFBIG
@@ -59,22 +74,28 @@ def lacks_inodes(folder: Path) -> bool:
     return False
 
 
-def full_disk_error(error: BaseException, run_dir: Path, phase: str, rank: int | None = None) -> RunError:
-    """Return the error for the record of a run that ended because a file system refused to write."""
+def full_disk_error(
+    error: BaseException, run_dir: Path, phase: str, rank: int | None = None, place: str | None = None
+) -> RunError:
+    """Return the error for the record of a run that ended because a file system refused to write.
+
+    ``place`` is the line of custom code that the error came through. It may write to any disk.
+    """
     # A ConfigError already names its folder, such as that of the cache, and the hint.
-    message = str(error) if isinstance(error, ConfigError) else _full_disk_message(error, run_dir, phase)
-    return RunError("DiskFull", message, phase, rank)
+    message = str(error) if isinstance(error, ConfigError) else _full_disk_message(error, run_dir, phase, place)
+    return RunError("DiskFull", message, phase, rank, place=place)
 
 
-def _full_disk_message(error: BaseException, run_dir: Path, phase: str) -> str:
+def _full_disk_message(error: BaseException, run_dir: Path, phase: str, place: str | None) -> str:
     named = error.filename if isinstance(error, OSError) else None
     folder = run_dir if named is None else Path(os.fsdecode(named)).parent
+    written = f"the folder that {place} writes to" if place and named is None else folder
     elsewhere = f"start again on another disk with {directory_key(run_dir)}"
     number = _refusal(error) or errno.ENOSPC
     if number == errno.EFBIG:
-        return f"a file in {folder} would exceed the largest size of a file (see ulimit -f): raise it, or {elsewhere}"
+        return f"a file in {written} would exceed the largest size of a file (see ulimit -f): raise it, or {elsewhere}"
     if number == errno.EROFS:
-        return f"the disk of {folder} can no longer be written (read-only file system): {elsewhere}"
+        return f"the disk of {written} can no longer be written (read-only file system): {elsewhere}"
     if number == errno.ENOSPC and lacks_inodes(folder):
         return f"the disk of {folder} has no inodes left, so it takes no new file: delete files, or {elsewhere}"
     free = 0
@@ -85,12 +106,14 @@ def _full_disk_message(error: BaseException, run_dir: Path, phase: str) -> str:
         return (
             f"a disk is full, but not that of {run_dir} ({free // 2**20:,} MiB free): make room in "
             f"{tempfile.gettempdir()}, in /dev/shm and in the folders of caches"
+            + (f", or where {place} writes" if place else "")
         )
     if number == errno.EDQUOT:
-        return f"the disk quota of {folder} is exhausted: make room, or {elsewhere}"
+        return f"the disk quota of {written} is exhausted: make room, or {elsewhere}"
     # A run saves to its own disk. The libraries do not name it, and what they have written is removed at once.
     removed = " after the incomplete files were removed" if has_room else ""
-    return f"the disk of {folder} is full ({free // 1024:,} KiB free{removed}): make room, or {elsewhere}"
+    other = f" or of {written}" if has_room and place else ""
+    return f"the disk of {folder}{other} is full ({free // 1024:,} KiB free{removed}): make room, or {elsewhere}"
 
 
 def describe_disk_error(error: OSError) -> str:
@@ -202,17 +225,42 @@ GPU_IS_FULL = re.compile(
 """Texts of torch's allocator, also inside of an error of its compiler; of cuBLAS and cuDNN; and of CUDA and NCCL."""
 
 HOST_IS_FULL = re.compile(
-    r"MemoryError|std::bad_alloc|\[Errno 12\]|failed to map segment|Memory allocation still failed|"
-    r"(?i:(can't|cannot) allocate memory|out of memory)"
+    r"MemoryError|std::bad_alloc|\[Errno 12\]|Memory allocation still failed|"
+    r"(?i:(can't|cannot) allocate memory(?! in static TLS)|out of memory)"
 )
+
+SYSTEM_ERRORS = (MemoryError, OSError, RuntimeError, SystemError, ImportError)
+"""Types with which Python and the libraries pass on an error of the system."""
+
+INNER_TYPE = {"ConfigError": r"\braised (\w+)", "WorkerDied": r"^(?:\w+\.)*(\w+)(?:: |$)"}
+"""Patterns of the type of an error that the message of another one names: of custom code, and of a printed error."""
+
+
+def is_system_type(error_type: str, message: str = "") -> bool:
+    """Return whether an error of this type may be one of the system. ValueError, KeyError and the like never are."""
+    pattern = INNER_TYPE.get(error_type)
+    if pattern and (found := re.search(pattern, message)):
+        error_type = found[1]
+    kind = getattr(builtins, error_type, Exception)  # Libraries also raise Exception itself.
+    return kind is Exception or not isinstance(kind, type) or issubclass(kind, SYSTEM_ERRORS)
 
 
 def out_of_memory_status(error_type: str, message: str) -> str | None:
     """Return ``oom_gpu`` or ``oom_host`` for an error that means that memory is full; None for another error."""
+    if not is_system_type(error_type, message):
+        return None
     text = f"{error_type}: {message}"
     if GPU_IS_FULL.search(text):
         return "oom_gpu"
-    return "oom_host" if HOST_IS_FULL.search(text) else None
+    # A library can also not be mapped from a file system that is mounted with noexec.
+    is_unmapped = "failed to map segment" in text and has_limited_memory()
+    return "oom_host" if is_unmapped or HOST_IS_FULL.search(text) else None
+
+
+def has_limited_memory() -> bool:
+    """Return whether the address space or the data of this process has a limit (``ulimit -v`` or ``-d``)."""
+    limits = (resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_AS, resource.RLIMIT_DATA))
+    return any(limit != resource.RLIM_INFINITY for limit in limits)
 
 
 def memory_lines(memory: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

@@ -90,15 +90,19 @@ def print_error(error: BaseException) -> None:
 
 def describe_error(error: BaseException, run_dir: Path, phase: str, rank: int) -> RunError:
     """Return the error of a rank for its record."""
+    place, is_custom = None, False
+    with suppress(Exception):  # The error must be written even if its place in custom code cannot be determined.
+        trusted = RunSpec.read(run_dir).config.trusted_packages
+        is_custom = custom_code.is_raised_by_custom_code(error, trusted)
+        place = custom_code.custom_code_place(error, trusted) or None
     # Libraries do not always name a full disk, so the free space is checked after a failed save.
-    if texts.is_full_disk(error) or (phase == "save" and texts.free_bytes(run_dir) < texts.FULL_BYTES):
-        return texts.full_disk_error(error, run_dir, phase, rank)
+    is_lost_save = phase == "save" and not is_custom and texts.free_bytes(run_dir) < texts.FULL_BYTES
+    if texts.is_full_disk(error, by_number=is_custom) or is_lost_save:
+        return texts.full_disk_error(error, run_dir, phase, rank, place)
     oom = sys.modules.get("distexp.measure.memory.rank_memory")  # None if the error came before torch was imported
     memory = oom.report_of(error) if oom is not None else None
-    place = None
-    if not memory and not isinstance(error, ConfigError):
-        with suppress(Exception):  # The error must be written even if its place in custom code cannot be determined.
-            place = custom_code.custom_code_place(error, RunSpec.read(run_dir).config.trusted_packages) or None
+    if memory or isinstance(error, ConfigError):
+        place = None
     return RunError(type(error).__name__, message_of(error), phase, rank, place=place, memory=memory)
 
 

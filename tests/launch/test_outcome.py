@@ -92,6 +92,14 @@ def test_a_limit_of_the_system_is_named_also_if_only_the_log_has_it(spec: RunSpe
     assert error.message == "[Errno 24] Too many open files: raise their limit (ulimit -n)"
 
 
+def test_a_printed_error_that_quotes_a_full_memory_is_no_full_memory(spec: RunSpec, tmp_path: Path) -> None:
+    start_attempt(spec, tmp_path)
+    log = GROUP_LOG.path(tmp_path, 0)
+    log.parent.mkdir(parents=True)
+    log.write_text("Traceback ...\nValueError: the word 'out of memory' is not in the vocabulary\n")
+    assert finalize_run(spec, tmp_path, {0: 1}, time.time()).status == "failed"
+
+
 @pytest.mark.parametrize(
     ("code", "log"),
     [

@@ -11,7 +11,9 @@ from types import SimpleNamespace
 
 import pytest
 from safetensors import SafetensorError
+from torch._utils import ExceptionWrapper
 
+from distexp.exceptions import ConfigError
 from distexp.worker.__main__ import describe_error, without_tracebacks
 from tests.helpers.runs import make_spec
 
@@ -21,6 +23,12 @@ NO_SPACE = OSError(errno.ENOSPC, "No space left on device")
 QUOTA = OSError(errno.EDQUOT, "Disk quota exceeded")
 SAFETENSORS = SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
 LOW, HIGH = 300 * 1024, 1 << 30  # free bytes
+
+
+@pytest.fixture
+def spec_dir(tmp_path: Path) -> Path:
+    make_spec().write(tmp_path)
+    return tmp_path
 
 
 @pytest.mark.parametrize(
@@ -58,6 +66,68 @@ def test_another_error_is_kept(phase: str, free: int, tmp_path: Path, monkeypatc
     assert (found.type, found.message) == ("RuntimeError", str(TORCH_ERROR))
 
 
+def raised_by_custom_code(error: Exception, *, in_loader: bool) -> BaseException:
+    """Return an error with the traceback of custom code, or as torch raises it again for a data loader process."""
+    with pytest.raises(type(error)) as caught:
+        exec(compile("raise error", "/home/user/mine/dataset.py", "exec"), {"error": error})
+    if not in_loader:
+        return caught.value
+    wrapper = ExceptionWrapper((caught.type, caught.value, caught.tb), "in DataLoader worker process 0")
+    with pytest.raises(type(error)) as caught:
+        wrapper.reraise()
+    return caught.value
+
+
+@pytest.mark.parametrize("in_loader", [False, True])
+@pytest.mark.parametrize(
+    ("error", "full"),
+    [
+        (NO_SPACE, "in the folders of caches, or where mine/dataset.py:1 writes"),
+        (QUOTA, "the disk quota of the folder that mine/dataset.py:1 writes to is exhausted: make room, or "),
+        (OSError(errno.EFBIG, "File too large"), "a file in the folder that mine/dataset.py:1 writes to would exceed "),
+        (ValueError("File too large: picture of 12 MB, limit 10 MB"), None),
+        (RuntimeError("the replay buffer has No space left on device"), None),
+        (OSError("Disk quota exceeded for user bob in row 3"), None),
+    ],
+)
+def test_an_error_of_custom_code_is_a_full_disk_only_by_its_number(
+    error: Exception, full: str | None, in_loader: bool, spec_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=HIGH))
+    found = describe_error(raised_by_custom_code(error, in_loader=in_loader), spec_dir, "train", rank=1)
+    assert found.place == "mine/dataset.py:1"
+    assert found.type == ("DiskFull" if full else type(error).__name__)
+    assert (full or str(error)) in found.message
+
+
+def test_a_disk_that_custom_code_fills_in_a_save_may_be_another_one(
+    spec_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=HIGH))
+    found = describe_error(raised_by_custom_code(NO_SPACE, in_loader=False), spec_dir, "save", rank=1)
+    assert f"the disk of {spec_dir} or of the folder that mine/dataset.py:1 writes to is full (" in found.message
+
+
+def test_an_error_of_custom_code_in_a_save_is_kept_also_if_the_disk_is_full(
+    spec_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=0))
+    error = raised_by_custom_code(KeyError("head"), in_loader=False)
+    assert describe_error(error, spec_dir, "save", rank=1).type == "KeyError"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ValueError("'Read-only file system' is no number"),
+        ConfigError("mine.Engine: the constructor raised ValueError: File too large: picture (mine/engine.py:3)"),
+    ],
+)
+def test_a_type_that_is_none_of_the_system_is_no_full_disk(error: Exception, tmp_path: Path) -> None:
+    found = describe_error(error, tmp_path, "train", rank=1)
+    assert (found.type, found.message) == (type(error).__name__, str(error))
+
+
 class UnprintableError(Exception):
     """An error of custom code whose message cannot be printed."""
 
@@ -73,13 +143,12 @@ def test_the_record_has_a_short_message_of_any_error(error: Exception, message: 
     assert describe_error(error, tmp_path, "train", rank=1).message == message
 
 
-def test_an_error_is_kept_if_its_place_cannot_be_determined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_is_kept_if_its_place_cannot_be_determined(spec_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> str:
         raise OSError("the current folder was deleted")
 
-    make_spec().write(tmp_path)
     monkeypatch.setattr("distexp.config.custom_code.custom_code_place", fail)
-    found = describe_error(TORCH_ERROR, tmp_path, "train", rank=1)
+    found = describe_error(TORCH_ERROR, spec_dir, "train", rank=1)
     assert (found.type, found.place) == ("RuntimeError", None)
 
 
