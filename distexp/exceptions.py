@@ -188,12 +188,17 @@ ALLOCATION = re.compile(
 """Texts of errors of memory that could not be allocated."""
 
 
-def address_space_hint() -> str:
-    """Return what to do about the limit of the address space of this process; empty if it has none."""
-    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
-    if limit == resource.RLIM_INFINITY:
-        return ""
-    return f"the address space is limited (ulimit -v {limit // 1024}): raise the limit, or use a shell without it"
+def memory_limit_hint() -> str:
+    """Return what to do about the limit of the memory of this process; empty if it has none."""
+    limited = {
+        "the address space is": (resource.RLIMIT_AS, "-v"),
+        "the data of a process are": (resource.RLIMIT_DATA, "-d"),
+    }
+    for name, (kind, option) in limited.items():
+        limit = resource.getrlimit(kind)[0]
+        if limit != resource.RLIM_INFINITY:
+            return f"{name} limited (ulimit {option} {limit // 1024}): raise the limit, or use a shell without it"
+    return ""
 
 
 def name_limit(message: str) -> str:
@@ -201,7 +206,9 @@ def name_limit(message: str) -> str:
     lines = message.split("\n")
     for number, line in enumerate(lines):
         hints = [hint for text, hint in LIMITS.items() if text in line]
-        hints += [address_space_hint()] if ALLOCATION.search(line) else []
+        if PROCESSES in hints:  # A new thread needs memory too.
+            hints = [memory_limit_hint() or PROCESSES]
+        hints += [memory_limit_hint()] if ALLOCATION.search(line) else []
         if hint := next((hint for hint in hints if hint not in line), None):
             lines[number] = f"{line.rstrip('.')}: {hint}"
             break

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import psutil
 
 from distexp.config.overrides import join_first
-from distexp.exceptions import address_space_hint, name_limit
+from distexp.exceptions import memory_limit_hint, name_limit
 from distexp.measure.memory.sampler import run_traces
 from distexp.measure.stragglers import read_gpu_evidence
 from distexp.runs import attempts, texts
@@ -96,7 +96,7 @@ def _worker_cause(directory: Path, phase: str | None, stopped_agent: str | None)
     if LOST_LOADER.search(first.message) and oom_killed(directory):
         process = f"a data loader process of rank {first.rank}"
         return _signal_cause(directory, signal.SIGKILL, process, first.phase, first.rank)
-    first.message = name_limit(first.message) or (address_space_hint() if first.type == "MemoryError" else "")
+    first.message = name_limit(first.message) or (memory_limit_hint() if first.type == "MemoryError" else "")
     return Cause(texts.out_of_memory_status(first.type, first.message) or "failed", first)
 
 
@@ -119,7 +119,7 @@ def _signal_cause(directory: Path, number: int, process: str, phase: str | None,
         return Cause("oom_host", RunError("OutOfMemoryKilled", message, phase, rank))
     status = "killed" if number in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT) else "failed"
     # Libraries crash if they cannot allocate memory.
-    hint = address_space_hint() if number in (signal.SIGSEGV, signal.SIGBUS) else ""
+    hint = memory_limit_hint() if number in (signal.SIGSEGV, signal.SIGBUS) else ""
     if number == signal.SIGABRT and rank is not None:
         logs = (path.read_text(errors="replace") for path in RANK_LOG.find(directory, rank=rank))
         hint = OTHER_SIZES if any(OTHER_SIZES_LOG in log for log in logs) else ""

@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from distexp.exceptions import ConfigError, text_of
+from distexp.exceptions import ConfigError, memory_limit_hint, text_of
 from distexp.runs.record import RunRecord
 from distexp.runs.record_sections import RunError
 from distexp.runs.run_dir import DISK_RESERVE, directory_key
@@ -253,14 +253,8 @@ def out_of_memory_status(error_type: str, message: str) -> str | None:
     if GPU_IS_FULL.search(text):
         return "oom_gpu"
     # A library can also not be mapped from a file system that is mounted with noexec.
-    is_unmapped = "failed to map segment" in text and has_limited_memory()
+    is_unmapped = "failed to map segment" in text and bool(memory_limit_hint())
     return "oom_host" if is_unmapped or HOST_IS_FULL.search(text) else None
-
-
-def has_limited_memory() -> bool:
-    """Return whether the address space or the data of this process has a limit (``ulimit -v`` or ``-d``)."""
-    limits = (resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_AS, resource.RLIMIT_DATA))
-    return any(limit != resource.RLIM_INFINITY for limit in limits)
 
 
 def memory_lines(memory: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

@@ -15,6 +15,7 @@ import torch
 
 from distexp import exceptions
 from distexp.checkpoints.folder import checkpoint_dir, tmp_dir
+from distexp.exceptions import name_limit
 from distexp.launch import failures, run_dirs
 from distexp.launch.agent import write_start_error
 from distexp.launch.failures import HANG_CODE, SIGNAL_OFFSET, STOPPED_CODE
@@ -123,6 +124,15 @@ def test_a_limit_of_the_address_space_is_named(
         assert record.status == ("oom_host" if log else "failed")
         assert record.error is not None
         assert record.error.message.endswith(f": {hint}") == is_named
+
+
+@pytest.mark.parametrize(
+    ("limit", "hint"), [(900_000 * 1024, "ulimit -d 900000"), (resource.RLIM_INFINITY, "ulimit -u")]
+)
+def test_a_limit_of_the_data_is_named_for_a_thread(limit: int, hint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = {resource.RLIMIT_DATA: limit}
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (limits.get(kind, resource.RLIM_INFINITY),) * 2)
+    assert hint in name_limit("RuntimeError: can't start new thread")
 
 
 @pytest.mark.parametrize("kills", [0, 1])
