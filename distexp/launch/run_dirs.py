@@ -232,19 +232,24 @@ def locked_sweep_dir(master: DictConfig, cells: int) -> Iterator[Path]:
 
 
 def _refuse_other_kind(sweep_dir: Path, *, is_single: bool) -> None:
-    """Raise ConfigError for a single run in the directory of a sweep, and for a sweep in that of a single run.
+    """Raise ConfigError for a single run in the directory of a sweep, and for any command in that of another's run.
 
     Both would have a run 0, and ``distexp resume`` would know one of the two commands.
     """
+    key = "hydra.run.dir" if is_single else "hydra.sweep.dir"
+    if not (sweep_dir / COMMAND).exists() and any((sweep_dir / name).exists() for name in (HYDRA, SPEC, RECORD)):
+        above = next((folder for folder in sweep_dir.absolute().parents if (folder / COMMAND).is_file()), None)
+        hint = f", or continue its sweep with {suggest_command('resume', above)}" if above else ""
+        raise ConfigError(f"{key}={sweep_dir} is the directory of a run: choose another directory{hint}")
     stored = read_or_none(sweep_dir / COMMAND, "words")
     if not isinstance(stored, list) or is_single == (SINGLE_RUN in stored or (sweep_dir / HYDRA).exists()):
         return
     if is_single:
         raise ConfigError(
-            f"hydra.run.dir={sweep_dir} is the directory of a sweep: choose another directory, or add the run to the "
+            f"{key}={sweep_dir} is the directory of a sweep: choose another directory, or add the run to the "
             f"sweep with {shell_quote(sweep_dir_override(sweep_dir))}"
         )
-    raise ConfigError(f"hydra.sweep.dir={sweep_dir} is the directory of a single run: choose another directory")
+    raise ConfigError(f"{key}={sweep_dir} is the directory of a single run: choose another directory")
 
 
 def claim_sweep_dir(wanted: Path, *, chosen_by_user: bool, is_single: bool) -> Path:
