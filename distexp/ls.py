@@ -1,12 +1,12 @@
 """Command ``distexp ls [FOLDER]``: the sweeps in a folder, the newest last, each with the states of its runs."""
 
-import argparse
 import sys
 from collections import Counter
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 
+from distexp.cli.main import CommandParser
 from distexp.config.overrides import copyable_command, format_count, shell_quote
 from distexp.console.sweep_table import count_states
 from distexp.exceptions import describe_os_error, print_error, print_text, run_until_pipe_closes
@@ -21,7 +21,7 @@ MOST = 20
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the sweeps; return 2 if there are none."""
-    parser = argparse.ArgumentParser(prog="distexp ls", description="List the sweeps in a folder, the newest last.")
+    parser = CommandParser(prog="distexp ls", description="List the sweeps in a folder, the newest last.")
     parser.add_argument("folder", type=Path, metavar="FOLDER", nargs="?", default=Path(OUTPUTS))
     parser.add_argument("-n", type=int, metavar="N", default=MOST, help=f"show the newest N sweeps (default: {MOST})")
     options = parser.parse_args(arguments)

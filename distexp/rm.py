@@ -3,13 +3,13 @@
 Nothing is deleted before all folders are checked. Links in a folder are deleted, and what they lead to is not.
 """
 
-import argparse
 import os
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from distexp.cli.main import CommandParser
 from distexp.config import Command, ConfigError
 from distexp.config.overrides import format_count, shell_quote
 from distexp.console.sweep_table import count_states
@@ -28,7 +28,7 @@ OTHER_NAMES = frozenset({"job.json", "wandb", "mlruns"})
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Delete folders; return 1 if the user declines, and 2 if a folder must not be deleted."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="distexp rm", description="Delete sweeps and runs, with their checkpoints and models, after a question."
     )
     parser.add_argument("directories", type=Path, metavar="DIR", nargs="+", help="directory of a sweep or a run")

@@ -1,6 +1,5 @@
 """Command ``distexp status [DIR]``: the state of every run of a sweep, as its launcher reports it."""
 
-import argparse
 import os
 import sys
 import time
@@ -10,6 +9,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from distexp.cli.main import CommandParser
 from distexp.config import ConfigError
 from distexp.config.overrides import format_runs, suggest_command
 from distexp.console.sweep_table import (
@@ -79,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Return 0, or 2 if the directory is not a sweep; with --watch the exit code of the sweep, or 130 after Ctrl-C.
     """
-    parser = argparse.ArgumentParser(prog="distexp status", description="Show the state of every run of a sweep.")
+    parser = CommandParser(prog="distexp status", description="Show the state of every run of a sweep.")
     parser.add_argument("directory", type=Path, metavar="DIR", nargs="?", help=DIRECTORY_HELP)
     parser.add_argument("--watch", action="store_true", help="follow the runs until all have ended")
     options = parser.parse_args(arguments)
