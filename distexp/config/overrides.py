@@ -145,7 +145,8 @@ def _quote(value: Any) -> str:
         value = str(value).lower()
     text = str(value)
     bare = text.replace("_", "").replace("/", "").replace("-", "")
-    return text if bare.isalpha() and text.lower() not in ("true", "false", "null", "nan", "inf") else f"'{text}'"
+    is_plain = bare.isascii() and bare.isalpha()  # Hydra's grammar accepts other letters in quotes only.
+    return text if is_plain and text.lower() not in ("true", "false", "null", "nan", "inf") else quote_for_hydra(text)
 
 
 def sbatch_name(option: object) -> str:
@@ -219,7 +220,7 @@ def copyable_override(text: str, *, may_sweep: bool = False) -> str:
     if _is_valid(original, may_sweep):
         return text
     key, _, value = plain.partition("=")
-    return f"{key}={_quote_for_hydra(value)}"
+    return f"{key}={quote_for_hydra(value)}"
 
 
 SINGLE_RUN = "hydra.sweep.subdir=."
@@ -229,7 +230,7 @@ SINGLE_RUN = "hydra.sweep.subdir=."
 def sweep_dir_override(path: Path, key: str = "hydra.sweep.dir") -> str:
     """Return the override that sets a directory, in quotes if Hydra would read it as something else."""
     plain = f"{key}={path}"
-    return plain if SIMPLE.fullmatch(plain) else f"{key}={_quote_for_hydra(str(path))}"
+    return plain if SIMPLE.fullmatch(plain) else f"{key}={quote_for_hydra(str(path))}"
 
 
 def _parse(text: str) -> Override | None:
@@ -255,7 +256,8 @@ def _values(override: Override | None) -> list[Any]:
     return [str(value).lower() if is_group else (type(value).__name__, value) for value in plain]
 
 
-def _quote_for_hydra(value: str) -> str:
+def quote_for_hydra(value: str) -> str:
+    """Return a value in quotes, which Hydra reads as this text."""
     escaped = re.sub(r"(\\*)'", r"\1\1\\'", value)
     ending = "\\" * (len(escaped) - len(escaped.rstrip("\\")))
     return f"'{escaped}{ending}'"

@@ -19,6 +19,8 @@ from distexp.config.overrides import quote_choice
         ("offload=True", "offload='true'"),
         ("offload=pinned", "offload=pinned"),
         ("offload='false'", "offload='false'"),
+        ("model='größe'", "model='größe'"),
+        (r"model='ada\'s'", r"model='ada\'s'"),
         ("strategy=glob(*)", "strategy=glob(*)"),
         ("experiment=deepspeed/zero_stages", "experiment=deepspeed/zero_stages"),
         ("train.max_steps=1,2", "train.max_steps=1,2"),
