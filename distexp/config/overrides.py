@@ -201,7 +201,8 @@ def shell_quote(text: str) -> str:
     """Return a text as bash needs it, in double quotes if it has single ones and bash reads it unchanged."""
     if "\n" in text:  # $'...' keeps it in one line
         return "$'" + text.replace("\\", r"\\").replace("'", r"\'").replace("\n", r"\n") + "'"
-    return f'"{text}"' if "'" in text and not set('"$`\\!\n') & set(text) else shlex.quote(text)
+    is_unchanged = not re.search(r"""["$`!\n]|\\(?!')""", text)
+    return f'"{text}"' if "'" in text and is_unchanged else shlex.quote(text)
 
 
 def copyable_override(text: str, *, may_sweep: bool = False) -> str:
@@ -219,7 +220,7 @@ def copyable_override(text: str, *, may_sweep: bool = False) -> str:
         return plain
     if _is_valid(original, may_sweep):
         return text
-    key, _, value = plain.partition("=")
+    key, _, value = (text if original is None else plain).partition("=")  # else its apostrophes are part of it
     return f"{key}={quote_for_hydra(value)}"
 
 
