@@ -6,7 +6,7 @@ from datetime import datetime
 from pathlib import Path
 
 from distexp.cli.main import CommandParser
-from distexp.config.overrides import copyable_command, format_count, shell_quote
+from distexp.config.overrides import copyable_command, format_count, is_sweep, shell_quote
 from distexp.exceptions import describe_os_error, print_error, print_text, run_until_pipe_closes
 from distexp.runs.run_dir import COMMAND, OUTPUTS
 from distexp.status import summarize
@@ -52,7 +52,7 @@ def _command(file: Path) -> str:
     """Return the command line of a sweep, to copy."""
     name = read_or_none(file, "command") or "train"
     typed = texts_of({"words": read_or_none(file, "words")}, "words")
-    if read_or_none(file, "cells") == 1:  # The word is stored for single runs too.
+    if read_or_none(file, "cells") == 1 and not any(map(is_sweep, typed)):  # The option is stored for single runs too.
         typed = [text for text in typed if text != "--multirun"]
     start = "distexp" if name == "train" else f"distexp {name}"
     return copyable_command(typed, command=start, may_sweep=True)

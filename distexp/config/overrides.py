@@ -241,6 +241,12 @@ def _parse(text: str) -> Override | None:
         return None
 
 
+def is_sweep(text: str) -> bool:
+    """Return whether an argument is an override that needs ``--multirun``, which a range of one value does too."""
+    override = _parse(text) if is_override(text) else None
+    return override is not None and override.is_sweep_override()
+
+
 def _is_valid(override: Override | None, may_sweep: bool) -> bool:
     return override is not None and (may_sweep or not override.is_sweep_override())
 
