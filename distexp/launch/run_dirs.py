@@ -40,7 +40,7 @@ from distexp.resolve import without_hydra
 from distexp.runs import attempts, texts
 from distexp.runs.record import ExistingRun, ExistingRuns, RunRecord, unmatched_message
 from distexp.runs.record_sections import RunInfo
-from distexp.runs.run_dir import ATTEMPT_FILES, COMMAND, HYDRA, LEDGER, MULTIRUN, PREDICTED, RECORD, SPEC
+from distexp.runs.run_dir import ATTEMPT_FILES, CHECKPOINTS, COMMAND, HYDRA, LEDGER, MULTIRUN, PREDICTED, RECORD, SPEC
 from distexp.system import files, typed_values
 from distexp.system.files import PACKAGE, read_or_none, write_json
 
@@ -184,13 +184,16 @@ def _taken_message(directory: Path, sweep_dir: Path, resumed: Cell | None) -> st
     if resumed is not None:
         found = [run.overrides for run in ExistingRuns.read(directory).runs if run.directory == directory.absolute()]
         cause, hint = "the new overrides define a different run", "resume without them"
+        has_checkpoint = any((directory / CHECKPOINTS).glob("step-*"))
         if found == [_overrides_of(resumed)]:
             content = [f"the content of {join_first(paths)} or "] if (paths := _local_paths(resumed.config)) else []
             cause, hint = f"{''.join(content)}its configuration has changed since", "undo the change to continue it"
+            has_checkpoint = False  # Other data may have another number of steps, which a checkpoint does not fit.
+        resume = copyable_overrides(f"train.resume={directory}")
+        more = f". Add {resume} to start it from the last checkpoint of this run" if has_checkpoint else ""
         return (
             f"{directory} contains a single run ({key}), and {cause}: {hint}, or start the new run in another "
-            f"directory. Add {copyable_overrides(f'train.resume={directory}')} to start it from the last checkpoint of "
-            "this run"
+            f"directory{more}"
         )
     return (
         f"{key}={value} contains a run already: choose another directory, or resume that run with "
