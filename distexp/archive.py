@@ -4,7 +4,6 @@ Checkpoints, weights and copies of the code are left out, so it is small enough 
 works on the unpacked folder as on the original one.
 """
 
-import argparse
 import os
 import sys
 import tarfile
@@ -12,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from distexp.cli.main import CommandParser
 from distexp.config import ConfigError
 from distexp.config.overrides import format_count, shell_quote
 from distexp.exceptions import print_text, run_until_pipe_closes
@@ -28,7 +28,7 @@ LARGE = (CHECKPOINTS, MODEL)
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write the archive; return 2 if DIR is not a sweep or a run, or if the file exists."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="distexp archive",
         description="Write records, metrics, logs and reports of a sweep or a run into one .tar.gz file, without "
         "checkpoints and weights. 'distexp report' works on the unpacked folder.",

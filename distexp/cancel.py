@@ -1,10 +1,10 @@
 """Command ``distexp cancel [DIR]``: end the runs of a sweep. Each launcher ends those that it has started."""
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from distexp.cli.main import CommandParser
 from distexp.config.overrides import format_count
 from distexp.exceptions import print_error, print_text, run_until_pipe_closes
 from distexp.launch.launcher import CancelError, launchers_of
@@ -15,9 +15,7 @@ from distexp.status import DIRECTORY_HELP
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """End the runs of a sweep, and print how many; return 1 if one could not be ended, 2 if DIR is no sweep."""
-    parser = argparse.ArgumentParser(
-        prog="distexp cancel", description="End the runs of a sweep, on Slurm or on this machine."
-    )
+    parser = CommandParser(prog="distexp cancel", description="End the runs of a sweep, on Slurm or on this machine.")
     parser.add_argument("directory", type=Path, metavar="DIR", nargs="?", help=DIRECTORY_HELP)
     options = parser.parse_args(arguments)
     sweep_dir = options.directory or choose_newest_sweep()

@@ -1,17 +1,15 @@
 """Command ``distexp ls [FOLDER]``: the sweeps in a folder, the newest last, each with the states of its runs."""
 
-import argparse
 import sys
-from collections import Counter
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 
-from distexp.config.overrides import copyable_command, format_count, shell_quote
-from distexp.console.sweep_table import count_states
+from distexp.cli.main import CommandParser
+from distexp.config.overrides import copyable_command, format_count, is_sweep, shell_quote
 from distexp.exceptions import describe_os_error, print_error, print_text, run_until_pipe_closes
-from distexp.runs.run_dir import COMMAND, OUTPUTS, PROOF
-from distexp.status import read_folder
+from distexp.runs.run_dir import COMMAND, OUTPUTS
+from distexp.status import summarize
 from distexp.system.files import read_or_none, walk
 from distexp.system.typed_values import texts_of
 from distexp.tables.columns import make_console, print_plain
@@ -21,7 +19,7 @@ MOST = 20
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the sweeps; return 2 if there are none."""
-    parser = argparse.ArgumentParser(prog="distexp ls", description="List the sweeps in a folder, the newest last.")
+    parser = CommandParser(prog="distexp ls", description="List the sweeps in a folder, the newest last.")
     parser.add_argument("folder", type=Path, metavar="FOLDER", nargs="?", default=Path(OUTPUTS))
     parser.add_argument("-n", type=int, metavar="N", default=MOST, help=f"show the newest N sweeps (default: {MOST})")
     options = parser.parse_args(arguments)
@@ -39,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for file in shown:
         started = datetime.fromtimestamp(file.stat().st_mtime).strftime("%Y-%m-%d %H:%M")
         try:
-            states = _proofs(file.parent) or count_states(read_folder(file.parent).runs) or "no run"
+            states = summarize(file.parent)
         except OSError as error:
             states = describe_os_error(error)
         print_plain(console, f"{file.parent}  {started}  {states}", style="bold")
@@ -50,17 +48,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _proofs(folder: Path) -> str:
-    """Return how many strategies were found equal or different by ``distexp verify``; empty if none was compared."""
-    found = Counter(str(read_or_none(file, "status")) for file in folder.glob(f"*/{PROOF}"))
-    return ", ".join(f"{count} {status}" for status, count in found.items())
-
-
 def _command(file: Path) -> str:
     """Return the command line of a sweep, to copy."""
     name = read_or_none(file, "command") or "train"
     typed = texts_of({"words": read_or_none(file, "words")}, "words")
-    if read_or_none(file, "cells") == 1:  # The word is stored for single runs too.
+    if read_or_none(file, "cells") == 1 and not any(map(is_sweep, typed)):  # The option is stored for single runs too.
         typed = [text for text in typed if text != "--multirun"]
     start = "distexp" if name == "train" else f"distexp {name}"
     return copyable_command(typed, command=start, may_sweep=True)

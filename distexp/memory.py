@@ -13,6 +13,7 @@ from datetime import datetime
 from functools import partial
 from pathlib import Path
 
+from distexp.cli.main import CommandParser
 from distexp.exceptions import print_error, print_text, printable, run_until_pipe_closes
 from distexp.measure.memory.sampler import Statistics
 from distexp.runs import memory_trace
@@ -45,7 +46,7 @@ def _labels(files: Sequence[Path]) -> dict[Path, str]:
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="distexp memory",
         description="Summarize nvidia-smi and psrecord logs: print peak, average and mode of the memory.",
         epilog=f"FILE is one of: {EXPECTED.removeprefix('expected ')}.",

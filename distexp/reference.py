@@ -3,7 +3,6 @@
 The text comes from the sources: the comment at the top of each YAML file, and the metadata of each dataclass field.
 """
 
-import argparse
 import inspect
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -11,6 +10,7 @@ from dataclasses import fields, is_dataclass
 from typing import Any, get_args, get_type_hints
 
 from distexp.cli.help_topics import describe_default, describe_groups, describe_meaning, describe_range, head_comment
+from distexp.cli.main import CommandParser
 from distexp.config import Config
 from distexp.config.fields import info_of
 from distexp.config.keys import conf_dir, sections
@@ -105,7 +105,7 @@ def _row(cells: Sequence[str]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print a page and return 0."""
-    parser = argparse.ArgumentParser(prog="distexp reference", description="Print a generated reference page.")
+    parser = CommandParser(prog="distexp reference", description="Print a generated reference page.")
     parser.add_argument("page", nargs="?", choices=sorted(PAGES), default="configuration")
     print(PAGES[parser.parse_args(arguments).page](), end="")
     return 0

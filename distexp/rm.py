@@ -3,20 +3,19 @@
 Nothing is deleted before all folders are checked. Links in a folder are deleted, and what they lead to is not.
 """
 
-import argparse
 import os
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from distexp.cli.main import CommandParser
 from distexp.config import Command, ConfigError
 from distexp.config.overrides import format_count, shell_quote
-from distexp.console.sweep_table import count_states
 from distexp.exceptions import print_text, run_until_pipe_closes
 from distexp.runs import attempts, run_dir
 from distexp.runs.run_dir import COMMAND, PROOF, SPEC
-from distexp.status import read_ended_runs
+from distexp.status import read_ended_runs, summarize
 from distexp.system.files import read_or_none, walk, write_json
 from distexp.system.silence import set_step
 from distexp.system.units import MIB, format_memory
@@ -28,7 +27,7 @@ OTHER_NAMES = frozenset({"job.json", "wandb", "mlruns"})
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Delete folders; return 1 if the user declines, and 2 if a folder must not be deleted."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="distexp rm", description="Delete sweeps and runs, with their checkpoints and models, after a question."
     )
     parser.add_argument("directories", type=Path, metavar="DIR", nargs="+", help="directory of a sweep or a run")
@@ -91,7 +90,7 @@ def _is_written_by_distexp(path: Path) -> bool:
 
 def _description(folder: Path) -> str:
     """Return what is deleted: ``DIR: 3 completed, 1 failed; 120 files, 1.2 GiB``."""
-    states = count_states(read_ended_runs(folder).runs) or "no run"
+    states = summarize(folder)
     paths = [os.path.join(place, name) for place, _, names in os.walk(folder) for name in names]
     size = sum(os.lstat(path).st_size for path in paths)
     return f"{folder}: {states}; {format_count(len(paths), 'file')}, {format_memory(size / MIB)}"

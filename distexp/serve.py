@@ -6,7 +6,6 @@ and a request can change nothing. The process of ``distexp report`` builds the p
 
 from __future__ import annotations
 
-import argparse
 import hmac
 import json
 import os
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
+from distexp.cli.main import CommandParser
 from distexp.console.sweep_table import RunLine, count_states
 from distexp.exceptions import describe_os_error, first_line, print_error, printable, run_until_pipe_closes
 from distexp.runs.record import choose_newest_sweep, not_a_sweep
@@ -63,7 +63,7 @@ FILE_POLICY = "default-src 'none'; style-src 'unsafe-inline'; sandbox"
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Serve the page until Ctrl-C, and return 0; 1 if the port is taken, 2 if it is no port or DIR is not a sweep."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="distexp serve",
         description="Show the report page of a sweep in a browser on this machine, live while runs are running. "
         "It writes DIR/report, as distexp report does.",

@@ -1,16 +1,17 @@
 """Command ``distexp status [DIR]``: the state of every run of a sweep, as its launcher reports it."""
 
-import argparse
 import os
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
 
-from distexp.config import ConfigError
+from distexp.cli.main import CommandParser
+from distexp.config import Command, ConfigError
 from distexp.config.overrides import format_runs, suggest_command
 from distexp.console.sweep_table import (
     Row,
@@ -25,13 +26,15 @@ from distexp.exceptions import (
     SweepFailedError,
     describe_os_error,
     print_error,
+    print_text,
     printable,
     run_until_pipe_closes,
 )
 from distexp.launch.launcher import Launcher, launchers_of
 from distexp.launch.queued_runs import FAST_POLL_S
+from distexp.runs import attempts
 from distexp.runs.record import FAILURES, ExistingRun, ExistingRuns, choose_newest_sweep, not_a_sweep
-from distexp.runs.run_dir import COMMAND, RECORD, SPEC
+from distexp.runs.run_dir import COMMAND, PROOF, PROOF_PAGE, RECORD, SPEC
 from distexp.runs.run_state import RunState
 from distexp.system.files import read_or_none
 from distexp.system.typed_values import matches
@@ -79,12 +82,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Return 0, or 2 if the directory is not a sweep; with --watch the exit code of the sweep, or 130 after Ctrl-C.
     """
-    parser = argparse.ArgumentParser(prog="distexp status", description="Show the state of every run of a sweep.")
+    parser = CommandParser(prog="distexp status", description="Show the state of every run of a sweep.")
     parser.add_argument("directory", type=Path, metavar="DIR", nargs="?", help=DIRECTORY_HELP)
     parser.add_argument("--watch", action="store_true", help="follow the runs until all have ended")
     options = parser.parse_args(arguments)
     directory = options.directory or choose_newest_sweep()
     console = make_console(piped_width=160)
+    if is_verification(directory):
+        while options.watch and attempts.is_locked(directory):
+            time.sleep(FAST_POLL_S)
+        for line in (summarize(directory), *sorted(directory.glob(f"*/{PROOF_PAGE}"))):
+            print_text(str(line))
+        return 0
     found = read_folder(directory)
     if not found.runs:
         print_error(not_a_sweep(directory, "run"))
@@ -149,6 +158,21 @@ def read_folder(folder: Path) -> FolderStates:
                 raise
             print(f"skipped: {printable(describe_os_error(error))}", file=sys.stderr)
     return FolderStates(folder, [sweep for sweep in states if sweep.runs])
+
+
+def is_verification(folder: Path) -> bool:
+    """Return whether a folder belongs to ``distexp verify``, which has no runs."""
+    return bool(read_or_none(folder / COMMAND, "command") == Command.VERIFY)
+
+
+def summarize(folder: Path) -> str:
+    """Count the runs of each state; for ``distexp verify``, the strategies that are equal or different."""
+    if not is_verification(folder):
+        return count_states(read_folder(folder).runs) or "no run"
+    if attempts.is_locked(folder):
+        return "running"
+    found = Counter(str(read_or_none(file, "status")) for file in folder.glob(f"*/{PROOF}"))
+    return ", ".join(f"{count} {status}" for status, count in found.items()) or "no result"
 
 
 def read_ended_runs(folder: Path) -> FolderStates:

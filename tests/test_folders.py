@@ -60,6 +60,25 @@ def test_a_sweep_and_a_run_in_it_are_deleted(sweep: Path, capsys: pytest.Capture
     assert not sweep.exists()
 
 
+@pytest.mark.parametrize(
+    ("typed", "error"),
+    [
+        ("rm --ye sweep/0", "--ye is not an option: write --yes"),
+        ("archive sweep --out=x.tar.gz", "--out is not an option: write --output"),
+        ("status sweep --wtach", "--wtach is not an option: write --watch"),
+        ("report sweep --figur figures", "--figur is not an option: write --figures"),
+        ("ls sweep --all", "--all is not an option: see distexp ls --help"),
+    ],
+)
+def test_an_abbreviated_option_is_refused(
+    typed: str, error: str, sweep: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(typed.split()) == 2
+    assert capsys.readouterr().err == f"distexp: {error}\n"
+    assert [path.name for path in Path().iterdir()] == ["sweep"]
+    assert (sweep / "0").is_dir()
+
+
 @pytest.mark.parametrize("deleted", [5, {"a": [1]}, [7, "3"], None])
 def test_a_foreign_list_of_deleted_runs_is_no_obstacle(
     deleted: object, sweep: Path, capsys: pytest.CaptureFixture[str]

@@ -142,7 +142,7 @@ def test_new_overrides_start_a_new_run_with_a_warning(tmp_path: Path) -> None:
 def test_a_single_run_whose_data_have_changed_is_not_resumed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """No new override was typed, so the message names the data."""
+    """No new override was typed, so the message names the data. A checkpoint is offered if it can be resumed."""
 
     def start_only(spec: RunSpec, directory: Path, *_: object) -> None:
         spec.write(directory)
@@ -158,10 +158,18 @@ def test_a_single_run_whose_data_have_changed_is_not_resumed(
     fingerprint.cache_clear()
     capsys.readouterr()
     assert cli(["resume", "run"]) == 2
-    assert capsys.readouterr().err.startswith(
+    assert capsys.readouterr().err == (
         f"distexp: {tmp_path}/run contains a single run (hydra.run.dir), and the content of dataset.path={data} or its "
-        "configuration has changed since: undo the change to continue it, or start the new run in another directory"
+        "configuration has changed since: undo the change to continue it, or start the new run in another directory\n"
     )
+    for hint in ("another directory", f"Add train.resume={tmp_path}/run to start it from the last checkpoint"):
+        assert cli(["resume", "run", "train.seed=3"]) == 2
+        message = capsys.readouterr().err
+        assert hint in message
+        assert ("train.resume" in message) == ("train.resume" in hint), "there is no checkpoint at first"
+        (tmp_path / "run/checkpoints/step-00000001").mkdir(parents=True, exist_ok=True)
+    assert cli(["resume", "run"]) == 2
+    assert "train.resume" not in capsys.readouterr().err, "other data may have other steps"
 
 
 def test_a_new_override_replaces_the_original_one() -> None:

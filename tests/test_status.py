@@ -94,8 +94,12 @@ def test_ls_lists_the_sweeps_of_a_folder(
     assert first.endswith("  1 completed, 1 failed")
     assert second.startswith(f"{tmp_path / 'sweeps' / 'second'}  ")
     assert (command, other) == ("    distexp --multirun zero_stage=1,2", "    distexp plan train.seed=1")
+    content |= {"command": "train", "words": ["--multirun", "train.seed=range(1,2)"]}  # a sweep of one cell
+    (tmp_path / "sweeps" / "second" / "command.json").write_text(json.dumps(content))
     assert ls.main([str(tmp_path / "sweeps"), "-n", "1"]) == 0
-    assert f"1 older sweep: distexp ls {tmp_path / 'sweeps'} -n 2" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "\n    distexp --multirun 'train.seed=range(1,2)'\n" in shown
+    assert f"1 older sweep: distexp ls {tmp_path / 'sweeps'} -n 2" in shown
     assert ls.main([str(tmp_path / "sweeps"), "-n", "0"]) == 2
     assert capsys.readouterr().err == "distexp: -n 0 shows no sweep: write -n N with a number from 1\n"
     assert ls.main([str(tmp_path / "none")]) == 2

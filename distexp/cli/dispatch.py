@@ -7,14 +7,16 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 from hydra.core.utils import JobReturn
 from hydra.types import HydraContext
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from distexp.compose.composition import Adjust, Cell, CellRules, MakeCell, cell_maker, compose_cells
-from distexp.config import Command
+from distexp.config import Command, ConfigError
+from distexp.config.overrides import sets_key, shell_quote, sweep_dir_override
 from distexp.guard.command_line import packages_trusted_by_user
 from distexp.launch.launcher import Launcher, Sweep
 from distexp.launch.memory_check import predict_before_start
@@ -97,6 +99,22 @@ def verify(line: CommandLine) -> list[JobReturn]:
     return []
 
 
+RUN_DIR = "${hydra.sweep.dir}"
+"""Value of ``hydra.run.dir`` in ``config.yaml``."""
+
+
+def _check_run_dir(master: DictConfig) -> None:
+    """Raise ConfigError if a file sets ``hydra.run.dir``, which has an effect on the command line only."""
+    typed = cast(list[str], OmegaConf.to_container(master.hydra.overrides.hydra))  # does not resolve ${...}
+    chosen = cast(dict[str, str], OmegaConf.to_container(master.hydra.run))["dir"]
+    if chosen != RUN_DIR and not sets_key(typed, "hydra.sweep.dir"):
+        override = shell_quote(sweep_dir_override(Path(chosen), "hydra.run.dir"))
+        raise ConfigError(
+            f"hydra.run.dir={chosen} has no effect in a file: set hydra.sweep.dir there, or type {override} for a "
+            "single run"
+        )
+
+
 DISPATCH: Mapping[Command, Callable[[CommandLine], list[JobReturn]]] = {
     Command.TRAIN: start_runs,
     Command.PREFLIGHT: start_runs,
@@ -111,6 +129,7 @@ def run_cells(
     context: HydraContext, master: DictConfig, overrides: Sequence[Sequence[str]], options: Mapping[str, Any]
 ) -> list[JobReturn]:
     """Run the command that was typed. Raise ConfigError if the launcher is not trusted or cannot be imported."""
+    _check_run_dir(master)
     trusted = packages_trusted_by_user(sys.argv[1:])
     launcher = find_launcher(master.cluster._target_, trusted, Launcher)  # type: ignore[type-abstract]
     line = CommandLine(context, master, overrides, launcher, partial(launcher.adjust, options))

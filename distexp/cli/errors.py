@@ -30,6 +30,7 @@ from distexp.config.overrides import (
     home_message,
     parse,
     plain_value,
+    quote_for_hydra,
     shell_quote,
     values_of,
     without_plus_prefix,
@@ -39,8 +40,11 @@ from distexp.data.sources.rows import first_columns, is_local, walk_files
 from distexp.exceptions import describe_os_error, first_line
 from distexp.runs.texts import FULL, NOT_WRITABLE, lacks_inodes
 
-NEEDS_QUOTES = frozenset("!#&();<=>^`~")
+NEEDS_QUOTES = frozenset("!#&'();<=>^`~")
 """Characters that Hydra's grammar accepts only in quotes."""
+
+FUNCTION = re.compile(r"((?:choice|glob|shuffle|sort)\()?(.*?)((?(1)\)))", re.DOTALL)
+"""A value, or the values inside a function of Hydra."""
 
 NO_DIRECTORY = frozenset({errno.EEXIST, errno.ENOTDIR, errno.ENAMETOOLONG})
 """Numbers of the errors of a path at which no directory can be made."""
@@ -187,14 +191,23 @@ def _explain_syntax(override: str, reason: str) -> str:
         return home_message(key, value)
     if mistyped := _explain_signs(override, key, value):
         return mistyped
-    if (not value.isascii() or NEEDS_QUOTES & set(value)) and not set("'\"[]{}") & set(value):
-        quoted = f"{key}='{value}'"
-        return f"{override} needs quotes: write {shell_quote(quoted)}"
+    if quoted_values := _quote_values(value):
+        return f"{override} needs quotes: write {shell_quote(f'{key}={quoted_values}')}"
     pairs = (("'", "'"), ('"', '"'), ("[", "]"), ("{", "}"))
     odd = (a for a, b in pairs if (value.count(a) % 2 if a == b else value.count(a) != value.count(b)))
     unclosed = next(odd, "")  # A shell has split the value.
     cause = f", because {unclosed} is not closed: quote it for the shell: '{key}=...'" if unclosed else f": {reason}"
     return f"{override} cannot be parsed{cause}"
+
+
+def _quote_values(value: str) -> str | None:
+    """Return a value, or each of a sweep, in the quotes that it needs; None if quotes are not what is missing."""
+    start, values, end = FUNCTION.fullmatch(value).groups("")  # type: ignore[union-attr]
+    parts = [values] if os.path.exists(values) else values.split(",")
+    if set('"[]{}') & set(value) or any(part.startswith("'") for part in parts):
+        return None
+    quoted = [quote_for_hydra(part) if NEEDS_QUOTES & set(part) or not part.isascii() else part for part in parts]
+    return None if quoted == parts else f"{start}{','.join(quoted)}{end}"
 
 
 def _explain_signs(override: str, key: str, value: str) -> str | None:

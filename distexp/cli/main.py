@@ -1,12 +1,14 @@
 """Entry point of ``distexp``: a sub-command, the help, the version, or a run."""
 
+import argparse
+import difflib
 import errno
 import importlib
 import os
 import stat
 import sys
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from distexp import __version__
 from distexp.exceptions import ConfigError, run_until_pipe_closes
@@ -108,3 +110,22 @@ def run_command(name: str, arguments: Sequence[str]) -> int:
     """Import the module of a sub-command, run it and return its exit code."""
     code: int = importlib.import_module(COMMANDS[name].module).main(arguments)
     return code
+
+
+class CommandParser(argparse.ArgumentParser):
+    """Parser of the arguments of a command. It accepts no abbreviated option, which may be a mistyped one."""
+
+    def __init__(self, **options: Any) -> None:
+        """Accept whole names only."""
+        super().__init__(allow_abbrev=False, **options)
+
+    def error(self, message: str) -> NoReturn:
+        """Raise ConfigError for an unknown option, with the whole names that may be meant."""
+        _, is_unknown, arguments = message.partition("unrecognized arguments: ")
+        typed = next((text.partition("=")[0] for text in arguments.split() if text.startswith("-")), None)
+        if not is_unknown or typed is None:
+            super().error(message)
+        known = list(self._option_string_actions)
+        near = [name for name in known if name.startswith(typed)] or difflib.get_close_matches(typed, known)
+        hint = f"write {' or '.join(near)}" if near else f"see {self.prog} --help"
+        raise ConfigError(f"{typed} is not an option: {hint}")

@@ -145,7 +145,8 @@ def _quote(value: Any) -> str:
         value = str(value).lower()
     text = str(value)
     bare = text.replace("_", "").replace("/", "").replace("-", "")
-    return text if bare.isalpha() and text.lower() not in ("true", "false", "null", "nan", "inf") else f"'{text}'"
+    is_plain = bare.isascii() and bare.isalpha()  # Hydra's grammar accepts other letters in quotes only.
+    return text if is_plain and text.lower() not in ("true", "false", "null", "nan", "inf") else quote_for_hydra(text)
 
 
 def sbatch_name(option: object) -> str:
@@ -200,7 +201,8 @@ def shell_quote(text: str) -> str:
     """Return a text as bash needs it, in double quotes if it has single ones and bash reads it unchanged."""
     if "\n" in text:  # $'...' keeps it in one line
         return "$'" + text.replace("\\", r"\\").replace("'", r"\'").replace("\n", r"\n") + "'"
-    return f'"{text}"' if "'" in text and not set('"$`\\!\n') & set(text) else shlex.quote(text)
+    is_unchanged = not re.search(r"""["$`!\n]|\\(?!')""", text)
+    return f'"{text}"' if "'" in text and is_unchanged else shlex.quote(text)
 
 
 def copyable_override(text: str, *, may_sweep: bool = False) -> str:
@@ -218,8 +220,8 @@ def copyable_override(text: str, *, may_sweep: bool = False) -> str:
         return plain
     if _is_valid(original, may_sweep):
         return text
-    key, _, value = plain.partition("=")
-    return f"{key}={_quote_for_hydra(value)}"
+    key, _, value = (text if original is None else plain).partition("=")  # else its apostrophes are part of it
+    return f"{key}={quote_for_hydra(value)}"
 
 
 SINGLE_RUN = "hydra.sweep.subdir=."
@@ -229,7 +231,7 @@ SINGLE_RUN = "hydra.sweep.subdir=."
 def sweep_dir_override(path: Path, key: str = "hydra.sweep.dir") -> str:
     """Return the override that sets a directory, in quotes if Hydra would read it as something else."""
     plain = f"{key}={path}"
-    return plain if SIMPLE.fullmatch(plain) else f"{key}={_quote_for_hydra(str(path))}"
+    return plain if SIMPLE.fullmatch(plain) else f"{key}={quote_for_hydra(str(path))}"
 
 
 def _parse(text: str) -> Override | None:
@@ -237,6 +239,12 @@ def _parse(text: str) -> Override | None:
         return OverridesParser.create().parse_override(text)
     except HydraException:
         return None
+
+
+def is_sweep(text: str) -> bool:
+    """Return whether an argument is an override that needs ``--multirun``, which a range of one value does too."""
+    override = _parse(text) if is_override(text) else None
+    return override is not None and override.is_sweep_override()
 
 
 def _is_valid(override: Override | None, may_sweep: bool) -> bool:
@@ -255,7 +263,8 @@ def _values(override: Override | None) -> list[Any]:
     return [str(value).lower() if is_group else (type(value).__name__, value) for value in plain]
 
 
-def _quote_for_hydra(value: str) -> str:
+def quote_for_hydra(value: str) -> str:
+    """Return a value in quotes, which Hydra reads as this text."""
     escaped = re.sub(r"(\\*)'", r"\1\1\\'", value)
     ending = "\\" * (len(escaped) - len(escaped.rstrip("\\")))
     return f"'{escaped}{ending}'"

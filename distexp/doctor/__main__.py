@@ -1,6 +1,5 @@
 """The command ``distexp doctor [--json] [--build]``; exit code 0 if this machine can train, else 1."""
 
-import argparse
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from distexp.cli.main import CommandParser
 from distexp.config.keys import options_of
 from distexp.console.run_summary import COMPILE_MIN, build_message
 from distexp.doctor import machine, software
@@ -120,7 +120,7 @@ def print_report(console: Console, results: Sequence[CheckResult], verdict: Verd
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Check this machine and return the exit code."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="distexp doctor",
         description="Check this machine: print what can be trained on it, what is missing, and how to fix it.",
     )

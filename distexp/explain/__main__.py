@@ -14,6 +14,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
+from distexp.cli.main import CommandParser
 from distexp.config import Command, ConfigError
 from distexp.config.overrides import format_count, format_runs
 from distexp.exceptions import print_error, run_until_pipe_closes
@@ -34,7 +35,7 @@ A number chooses a run of the newest sweep: distexp explain 0 1"""
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the explanation of a run, of each run of a sweep, or of the difference of two runs; return 0 or 2."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="distexp explain", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     help_text = "directory of a run or a sweep (default: the newest sweep below multirun_outputs)"

@@ -40,7 +40,7 @@ from distexp.resolve import without_hydra
 from distexp.runs import attempts, texts
 from distexp.runs.record import ExistingRun, ExistingRuns, RunRecord, unmatched_message
 from distexp.runs.record_sections import RunInfo
-from distexp.runs.run_dir import ATTEMPT_FILES, COMMAND, HYDRA, LEDGER, MULTIRUN, PREDICTED, RECORD, SPEC
+from distexp.runs.run_dir import ATTEMPT_FILES, CHECKPOINTS, COMMAND, HYDRA, LEDGER, MULTIRUN, PREDICTED, RECORD, SPEC
 from distexp.system import files, typed_values
 from distexp.system.files import PACKAGE, read_or_none, write_json
 
@@ -184,13 +184,16 @@ def _taken_message(directory: Path, sweep_dir: Path, resumed: Cell | None) -> st
     if resumed is not None:
         found = [run.overrides for run in ExistingRuns.read(directory).runs if run.directory == directory.absolute()]
         cause, hint = "the new overrides define a different run", "resume without them"
+        has_checkpoint = any((directory / CHECKPOINTS).glob("step-*"))
         if found == [_overrides_of(resumed)]:
             content = [f"the content of {join_first(paths)} or "] if (paths := _local_paths(resumed.config)) else []
             cause, hint = f"{''.join(content)}its configuration has changed since", "undo the change to continue it"
+            has_checkpoint = False  # Other data may have another number of steps, which a checkpoint does not fit.
+        resume = copyable_overrides(f"train.resume={directory}")
+        more = f". Add {resume} to start it from the last checkpoint of this run" if has_checkpoint else ""
         return (
             f"{directory} contains a single run ({key}), and {cause}: {hint}, or start the new run in another "
-            f"directory. Add {copyable_overrides(f'train.resume={directory}')} to start it from the last checkpoint of "
-            "this run"
+            f"directory{more}"
         )
     return (
         f"{key}={value} contains a run already: choose another directory, or resume that run with "
@@ -232,19 +235,24 @@ def locked_sweep_dir(master: DictConfig, cells: int) -> Iterator[Path]:
 
 
 def _refuse_other_kind(sweep_dir: Path, *, is_single: bool) -> None:
-    """Raise ConfigError for a single run in the directory of a sweep, and for a sweep in that of a single run.
+    """Raise ConfigError for a single run in the directory of a sweep, and for any command in that of another's run.
 
     Both would have a run 0, and ``distexp resume`` would know one of the two commands.
     """
+    key = "hydra.run.dir" if is_single else "hydra.sweep.dir"
+    if not (sweep_dir / COMMAND).exists() and any((sweep_dir / name).exists() for name in (HYDRA, SPEC, RECORD)):
+        above = next((folder for folder in sweep_dir.absolute().parents if (folder / COMMAND).is_file()), None)
+        hint = f", or continue its sweep with {suggest_command('resume', above)}" if above else ""
+        raise ConfigError(f"{key}={sweep_dir} is the directory of a run: choose another directory{hint}")
     stored = read_or_none(sweep_dir / COMMAND, "words")
     if not isinstance(stored, list) or is_single == (SINGLE_RUN in stored or (sweep_dir / HYDRA).exists()):
         return
     if is_single:
         raise ConfigError(
-            f"hydra.run.dir={sweep_dir} is the directory of a sweep: choose another directory, or add the run to the "
+            f"{key}={sweep_dir} is the directory of a sweep: choose another directory, or add the run to the "
             f"sweep with {shell_quote(sweep_dir_override(sweep_dir))}"
         )
-    raise ConfigError(f"hydra.sweep.dir={sweep_dir} is the directory of a single run: choose another directory")
+    raise ConfigError(f"{key}={sweep_dir} is the directory of a single run: choose another directory")
 
 
 def claim_sweep_dir(wanted: Path, *, chosen_by_user: bool, is_single: bool) -> Path:

@@ -5,7 +5,6 @@ Exit codes: 0 written; 1 regression found by --compare, or unwritable files; 2 n
 
 from __future__ import annotations
 
-import argparse
 import sys
 import webbrowser
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,6 +15,7 @@ from pathlib import Path
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
+from distexp.cli.main import CommandParser
 from distexp.config import Command, ConfigError
 from distexp.config.overrides import format_count, suggest_command
 from distexp.exceptions import print_error, print_text, printable, run_until_pipe_closes
@@ -66,8 +66,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return code
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> CommandParser:
+    parser = CommandParser(
         prog="distexp report",
         description="Print a table of the finished runs below DIR, at any depth, and write report.html, results.csv, "
         "results.md, results.parquet and plots/ into DIR/report. Several DIRs make one report, in the first of them.",

@@ -22,7 +22,17 @@ from distexp.exceptions import printable
 from distexp.runs.metrics import Metrics
 from distexp.runs.number_ranges import number_errors
 from distexp.runs.record_sections import Built, Environment, Predicted, RunError, RunInfo, StrategyTraits
-from distexp.runs.run_dir import CHOICE, COMMAND, NON_RUN_DIRS, OUTPUTS, RECORD, RESULT, SNAPSHOT_MARKER, SPEC
+from distexp.runs.run_dir import (
+    CHOICE,
+    COMMAND,
+    NON_RUN_DIRS,
+    OUTPUTS,
+    PHASE_SETTINGS,
+    RECORD,
+    RESULT,
+    SNAPSHOT_MARKER,
+    SPEC,
+)
 from distexp.system.files import convert_texts, one_line, open_file, read_json, read_or_none, walk, write_json
 from distexp.system.typed_values import device_errors, parse_dataclass, section_errors, texts_of
 
@@ -228,6 +238,9 @@ def not_a_sweep(directory: Path, missing: str) -> str:
         problem = "is a file" if directory.exists() else "does not exist"
         return f"{directory} {problem}: give the directory of a sweep"
     if missing != COMMAND and (directory / COMMAND).is_file():
+        if read_or_none(directory / COMMAND, "command") == Command.VERIFY:
+            status = suggest_command("status", directory)
+            return f"{directory} belongs to distexp verify and has no runs: {status} shows its result, Ctrl-C ends it"
         return f"no run of {directory} has started: {suggest_command('resume', directory)}"
     for above in directory.absolute().parents:
         if (above / COMMAND).is_file():
@@ -371,7 +384,7 @@ def _read_runs(sweep_dir: Path) -> Iterator[ExistingRun]:
     for folder, subfolders, files in walk(sweep_dir):
         # walk enters only the subfolders that are left in this list.
         subfolders[:] = [name for name in subfolders if not name.startswith(NON_RUN_DIRS)]
-        if RECORD in files or SPEC in files:
+        if (RECORD in files or SPEC in files) and PHASE_SETTINGS not in files:
             directory = Path(folder).absolute()
             run = _read_run(directory / RECORD) or _read_run(directory / SPEC)
             if run is None and directory.name.isdecimal():

@@ -64,6 +64,8 @@ OUTPUTS = "multirun_outputs"
 # Files and folders of a sweep
 COMMAND = "command.json"
 PROOF, PROOF_PAGE = "proof.json", "proof.html"  # result of distexp verify
+PHASE_SETTINGS = "phase.json"
+"""Settings of a phase of ``distexp verify`` that no key has. The folder of a phase is not that of a run."""
 MULTIRUN = "multirun.yaml"
 LEDGER = "ledger.jsonl"
 CHOICE = "choose.json"

@@ -33,7 +33,7 @@ from distexp.report.files import errors_of_parameters, write_proof
 from distexp.resolve.resources import launcher_traits
 from distexp.resolve.run_id import proof_file, run_id
 from distexp.runs.record import RunSpec
-from distexp.runs.run_dir import AGENT_ERROR, OPERATORS_LOG, PROOF, PROOF_PAGE
+from distexp.runs.run_dir import AGENT_ERROR, OPERATORS_LOG, PHASE_SETTINGS, PROOF, PROOF_PAGE
 from distexp.system import files
 from distexp.system.environment_variables import select_arithmetic
 from distexp.system.processes import end_tree, start_module
@@ -43,7 +43,6 @@ from distexp.verify.phases import (
     EQUAL,
     JOB,
     NOT_COMPARABLE,
-    SETTINGS,
     PlannedVariant,
     RunSettings,
     labels_of,
@@ -124,7 +123,7 @@ def watch(model: Any, optimizer: Any, *, precision: str = "fp32") -> Any:
 def compare_recordings(reference: Path, variant: Path, *, as_json: bool) -> None:
     """Compare the recordings of a script, of one process and of several, and print the result as ``run_verify``."""
     for folder in (reference, variant):
-        if not (folder / SETTINGS).is_file():
+        if not (folder / PHASE_SETTINGS).is_file():
             raise ConfigError(f"{folder} has no recording: run your script with {RECORDING_VARIABLE}={folder}")
     (variant / PROOF).unlink(missing_ok=True)
     directories = {"reference": str(reference), "noise": str(reference), "variant": str(variant)}

@@ -21,14 +21,14 @@ from distexp.plan.plan_table import replace_overrides
 from distexp.resolve.run_id import run_id
 from distexp.runs.record import RunSpec
 from distexp.runs.record_sections import RunInfo
-from distexp.runs.run_dir import CHECKPOINTS
+from distexp.runs.run_dir import CHECKPOINTS, PHASE_SETTINGS
 from distexp.strategies.single import REFERENCE
 from distexp.strategies.zero.ds_config import copy_without_varied
 from distexp.system.files import read_json, write_json
 
 EQUAL, DIFFERENT, NOT_COMPARABLE = "equal", "different", "not comparable"
-JOB, SETTINGS = "job.json", "phase.json"
-"""Files of a verification: what the process that trains has to do, and settings of a run that it has no key for."""
+JOB = "job.json"
+"""File of a verification: what the process that trains has to do."""
 
 SGD = ("train.optimizer=sgd", "train.momentum=0", "train.weight_decay=0", "train.learning_rate=0.05")
 UPDATES = ("train.weight_decay=0.1", "train.eps=1e-6")
@@ -128,7 +128,7 @@ class RunSettings:
     @classmethod
     def read(cls, directory: Path) -> RunSettings:
         """Read the settings of a run directory."""
-        return cls(**read_json(directory / SETTINGS))
+        return cls(**read_json(directory / PHASE_SETTINGS))
 
 
 @dataclass
@@ -253,7 +253,7 @@ def _write_run(cell: Cell, settings: RunSettings, directory: Path) -> Path:
     target.mkdir(parents=True, exist_ok=True)
     info = RunInfo(id=cell.id, name=cell.config.name, number=0, overrides=cell.overrides)
     RunSpec(cell.config, info).write(target)
-    write_json(target / SETTINGS, asdict(settings))
+    write_json(target / PHASE_SETTINGS, asdict(settings))
     return target
 
 
@@ -262,7 +262,7 @@ def _add_resumed(directory: Path) -> Path:
     target = directory.with_name(f"{directory.name}-resumed")
     target.mkdir(exist_ok=True)
     RunSpec.read(directory).write(target)
-    write_json(target / SETTINGS, asdict(replace(RunSettings.read(directory), role="resumed")))
+    write_json(target / PHASE_SETTINGS, asdict(replace(RunSettings.read(directory), role="resumed")))
     (target / CHECKPOINTS).symlink_to(directory / CHECKPOINTS)
     return target
 

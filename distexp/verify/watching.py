@@ -8,10 +8,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from distexp.config import ConfigError
+from distexp.runs.run_dir import PHASE_SETTINGS
 from distexp.strategies.optimizer import innermost_optimizer
 from distexp.system.files import write_json
 from distexp.verify.comparison import TENSORS, rank_file
-from distexp.verify.phases import SETTINGS, RunSettings
+from distexp.verify.phases import RunSettings
 from distexp.verify.recording import TensorReader, arithmetic_of, hash_rows
 
 FORMULAS = (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD)
@@ -79,7 +80,7 @@ class Watch:
             torch.save(content, self.directory / TENSORS)
             count = len(self.seen[0]["batches"])
             settings = RunSettings("script", "variant", self.workers, count, 0, 0, precision=self.precision)
-            write_json(self.directory / SETTINGS, vars(settings))
+            write_json(self.directory / PHASE_SETTINGS, vars(settings))
         write_json(rank_file(self.directory, self.rank), {"steps": self.seen})
         if self.workers > 1:
             dist.barrier()

@@ -396,6 +396,7 @@ FILES = {  # presets, with the message about each
     "train: [\n": "mine.yaml is not valid YAML in line 2: expected the node content",
     "# @package _global_\ntrain: {sed: 1}\n": "distexp: experiment/mine.yaml: train.sed is not a key. Did you mean",
     "train: {seed: 1}\n": "distexp: experiment/mine.yaml: experiment is a group and not a section: write '# @packa",
+    "# @package _global_\nhydra: {run: {dir: out}, sweep: {dir: swept}}\n": "distexp: hydra.run.dir=out has no effect",
     "# @package _global_\nsharding: {x: 1}\n": "distexp: experiment/mine.yaml: sharding has no keys: write sharding=",
 }
 
@@ -409,6 +410,7 @@ def test_an_error_in_a_preset_names_the_file(content: str, tmp_path: Path) -> No
     assert done.returncode == 2, done.stderr
     assert FILES[content] in done.stderr
     assert len(done.stderr.splitlines()) == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["experiment"]
 
 
 def test_a_preset_that_is_not_in_utf_8_is_an_error(tmp_path: Path) -> None:

@@ -1,11 +1,16 @@
-"""Quotes around the choices of config groups, which Hydra would read as numbers or booleans."""
+"""Quotes around choices that Hydra would read as numbers or booleans, and around texts that it cannot read."""
 
 from __future__ import annotations
 
-import pytest
+import shlex
+from pathlib import Path
 
+import pytest
+from hydra.errors import OverrideParseException
+
+from distexp.cli.errors import explain
 from distexp.config.keys import config_groups
-from distexp.config.overrides import quote_choice
+from distexp.config.overrides import copyable_overrides, parse, plain_value, quote_choice, values_of
 
 
 @pytest.mark.parametrize(
@@ -19,6 +24,8 @@ from distexp.config.overrides import quote_choice
         ("offload=True", "offload='true'"),
         ("offload=pinned", "offload=pinned"),
         ("offload='false'", "offload='false'"),
+        ("model='größe'", "model='größe'"),
+        (r"model='ada\'s'", r"model='ada\'s'"),
         ("strategy=glob(*)", "strategy=glob(*)"),
         ("experiment=deepspeed/zero_stages", "experiment=deepspeed/zero_stages"),
         ("train.max_steps=1,2", "train.max_steps=1,2"),
@@ -26,3 +33,31 @@ from distexp.config.overrides import quote_choice
 )
 def test_choices_are_quoted_for_hydra(typed: str, quoted: str) -> None:
     assert quote_choice(typed, config_groups()) == quoted
+
+
+@pytest.mark.parametrize(
+    ("value", "values"),
+    [
+        ("ä.jsonl,b (1).jsonl,c", ["ä.jsonl", "b (1).jsonl", "c"]),
+        ("one ä,two.jsonl", ["one ä,two.jsonl"]),  # There is such a file.
+        ("choice(ä,b)", ["ä", "b"]),
+        ("Ada's texts/x", ["Ada's texts/x"]),
+        ("Ada's and Bob's/x", ["Ada's and Bob's/x"]),
+        ("Ada's,$5", ["Ada's", "$5"]),
+    ],
+)
+def test_the_printed_quotes_keep_each_value(
+    value: str, values: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "one ä,two.jsonl").touch()
+    with pytest.raises(OverrideParseException) as caught:
+        parse([f"dataset.path={value}"])
+    (message,) = explain(caught.value)
+    assert message.startswith(f"dataset.path={value} needs quotes: write ")
+    (typed,) = shlex.split(message.partition(" needs quotes: write ")[2])
+    assert [plain_value(found) for found in values_of(parse([typed])[0])] == values
+
+
+def test_a_path_with_an_apostrophe_is_copyable() -> None:
+    assert copyable_overrides("dataset.path=Ada's/x") == "\"dataset.path='Ada\\'s/x'\""

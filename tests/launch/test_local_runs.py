@@ -181,7 +181,7 @@ def test_hydra_run_dir_is_used_for_one_run_only(one_worker: tuple[Path, str]) ->
     other = run_module("distexp.resume", str(run_dir), "train.seed=7", cwd=run_dir.parent)
     assert other.returncode == 2
     assert f"{run_dir} contains a single run (hydra.run.dir), and the new overrides define" in other.stderr
-    assert f"train.resume={run_dir}" in other.stderr
+    assert "train.resume" not in other.stderr, "it has no checkpoint"
     assert (run_dir / "record.json").read_text() == before
 
 

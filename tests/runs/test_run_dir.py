@@ -66,3 +66,28 @@ def test_a_directory_has_the_runs_of_a_sweep_or_a_single_run(
     assert f"distexp: {key}={tmp_path} {message}" in shown
     assert shown.endswith(f" hydra.sweep.dir={tmp_path}\n") == (key == "hydra.run.dir")
     assert not list(tmp_path.rglob(".hydra"))
+
+
+@pytest.mark.parametrize(
+    ("mark", "overrides"),
+    [
+        (".hydra", ["hydra.run.dir={}"]),
+        ("record.json", ["--multirun", "train.seed=5,6", "hydra.sweep.dir={}"]),
+    ],
+)
+def test_the_directory_of_a_run_of_a_sweep_is_left_alone(
+    mark: str, overrides: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without its sweep, which may have been deleted, there is nothing to resume."""
+    run = tmp_path / "sweep" / "0"
+    (run / mark).mkdir(parents=True)
+    typed = ["model=gpt_tiny", "dataset=synthetic", "cluster.device=cpu", *(text.format(run) for text in overrides)]
+    key = typed[-1].partition("=")[0]
+    message = f"distexp: {key}={run} is the directory of a run: choose another directory"
+    assert main(typed) == 2
+    assert capsys.readouterr().err == f"{message}\n"
+    (tmp_path / "sweep/command.json").touch()
+    assert main(typed) == 2
+    sweep = tmp_path / "sweep"
+    assert capsys.readouterr().err == f"{message}, or continue its sweep with distexp resume {sweep}\n"
+    assert [path.name for path in run.iterdir()] == [mark]

@@ -9,13 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from distexp import ls
+from distexp.cli.main import main
 from distexp.config import Command, ConfigError
 from distexp.explain.__main__ import main as explain
 from distexp.forecast.__main__ import main as forecast
+from distexp.runs import attempts
 from distexp.runs.record import choose_newest_sweep
 from distexp.runs.run_dir import COMMAND
 from tests.helpers.records import record
+from tests.helpers.runs import make_spec
 
 
 def write_sweeps(place: Path) -> None:
@@ -55,8 +57,27 @@ def test_a_verification_is_no_sweep(
     monkeypatch.chdir(tmp_path)
     assert choose_newest_sweep().name == "c"
     assert "(later directories of verify do not count)" in capsys.readouterr().err
-    assert ls.main([]) == 0
-    assert re.search(r"verify/d .* 1 different$", capsys.readouterr().out, re.MULTILINE)
+    (path.parent / "0/sgd").mkdir()
+    (path.parent / "0/sgd/phase.json").touch()
+    make_spec("cluster.device=cpu").write(path.parent / "0/sgd")
+    (path.parent / "0/sgd/events.jsonl").touch()  # It is recent, as of a run that is running.
+    folder = "multirun_outputs/verify/d"
+    for arguments, line in (
+        (["ls"], rf"{folder} .* 1 different"),
+        (["status", folder], "1 different"),
+        (["rm", folder], rf"{folder}: 1 different; 5 files, .*"),
+    ):
+        assert main(arguments) == (2 if arguments[0] == "rm" else 0)  # There is no terminal to ask.
+        shown = capsys.readouterr()
+        assert re.search(f"^{line}$", shown.out, re.MULTILINE), shown
+    assert main(["cancel", folder]) == 2
+    assert f"{folder} belongs to distexp verify and has no runs: distexp status {folder}" in capsys.readouterr().err
+    with attempts.sweep_lock(path.parent):
+        assert main(["status", folder]) == 0
+        assert main(["rm", "--yes", folder]) == 2
+    shown = capsys.readouterr()
+    assert shown.out.startswith("running\n")
+    assert f"runs the sweep in {folder}" in shown.err
 
 
 def test_without_a_training_there_is_no_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,6 +101,6 @@ def test_the_hint_for_a_search_or_a_preflight_starts_no_other_one(
     run = record(0)
     run.config["command"] = command
     run.write(tmp_path)
-    for main in (explain, forecast):
-        assert main([str(tmp_path)]) == 2
+    for command_of in (explain, forecast):
+        assert command_of([str(tmp_path)]) == 2
         assert error in capsys.readouterr().err
