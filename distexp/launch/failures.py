@@ -101,7 +101,7 @@ def _worker_cause(directory: Path, phase: str | None, stopped_agent: str | None)
 
 
 def _silent_cause(directory: Path, reason: str, phase: str | None, rank: int | None = None) -> Cause:
-    """Return the cause of a run in which no rank wrote why it ended. What was printed may tell."""
+    """Return the cause of a run in which no rank wrote why it ended. What was printed may show it."""
     logs = (path.read_text(errors="replace") for path in GROUP_LOG.find(directory))
     printed = [line.strip() for log in logs for line in log.splitlines() if line.strip()]
     last = printed[-1] if printed and not printed[-1].startswith(attempts.FORKED) else ""
