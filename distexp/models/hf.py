@@ -112,10 +112,18 @@ def _fit_numbers(config: Any, changes: Mapping[str, Any]) -> dict[str, Any]:
     """Return changes of a configuration, and of its parts, with the types of numbers that transformers takes."""
     fitted = {}
     for name, value in changes.items():
-        part = getattr(config, name, None)
+        part = _value_of(config, name)
         is_part = isinstance(value, Mapping) and hasattr(part, "sub_configs")
         fitted[name] = _fit_numbers(part, value) if is_part else fit_number(config, name, value)
     return fitted
+
+
+def _value_of(config: Any, name: str) -> Any:
+    """Return a value of a configuration, or None. transformers refuses to read one that may vary between layers."""
+    try:
+        return getattr(config, name, None)
+    except RuntimeError:
+        return config.to_dict().get(name)
 
 
 def _merge(config: Any, changes: Mapping[str, Any]) -> dict[str, Any]:
@@ -135,7 +143,7 @@ def _merge(config: Any, changes: Mapping[str, Any]) -> dict[str, Any]:
         if moved:
             merged["rope_parameters"] = {**moved, **(merged.get("rope_parameters") or {})}
     for name, value in merged.items():
-        current = getattr(config, name, None)
+        current = _value_of(config, name)
         if isinstance(value, Mapping) and hasattr(current, "sub_configs"):
             merged[name] = _merge(current, value)
         elif isinstance(value, Mapping) and isinstance(current, dict) and name not in ("id2label", "label2id"):
@@ -172,7 +180,7 @@ def _reason(error: Exception) -> str:
 def _check_parts(config: Any, changes: Mapping[str, Any], where: str, prefix: str = "") -> None:
     """Raise ConfigError if a change of a part of a configuration, such as ``text_config``, has an unknown name."""
     for name, value in changes.items():
-        part: Any = getattr(config, name, None)
+        part = _value_of(config, name)
         if isinstance(value, Mapping) and name in ("rope_parameters", "rope_scaling"):
             _check_rope(config, value, where, f"{prefix}{name}.")
         if not isinstance(value, Mapping) or not hasattr(part, "sub_configs"):
@@ -218,7 +226,7 @@ def _is_known(config: Any, name: str) -> bool:
     """Return whether a value can have a name. Values of each type of layers have no older names."""
     if name in OLD_NAMES and hasattr(config, "rope_parameters"):
         return not _layer_types(config)
-    return hasattr(config, name) or name == "torch_dtype"
+    return name in config.to_dict() or hasattr(config, name) or name == "torch_dtype"
 
 
 def _unknown_option(name: str, config: Any, where: str, prefix: str = "") -> ConfigError:
@@ -269,6 +277,8 @@ def read_config(key: str, source: str, changes: Mapping[str, Any] | None = None)
         config, unknown = original, _ = load()
         _check_parts(original, changes or {}, f"{key}={source}")
         merged = _merge(original, changes or {})
+        varied = {*merged} & {*(getattr(original, "per_layer_attributes", None) or ())}  # transformers would read them
+        later = _fit_numbers(original, {name: merged.pop(name) for name in varied})
         try:
             if merged:
                 config, unknown = load(**merged)
@@ -276,6 +286,8 @@ def read_config(key: str, source: str, changes: Mapping[str, Any] | None = None)
             if isinstance(error, OSError):
                 raise
             config, unknown = load(**_fit_numbers(original, merged))
+        for name, value in later.items():
+            setattr(config, name, value)
     except ConfigError:
         raise
     except (OSError, ValueError, KeyError) as error:

@@ -322,6 +322,22 @@ def test_each_type_of_layers_has_its_rope(tmp_path: Path) -> None:
         hf.read_config("model.name", str(tmp_path), {"rope_theta": 5000})
 
 
+def build_typed(**options: Any) -> Any:
+    """Build a model from ``model.options`` alone, and return its configuration."""
+    typed = [f"+model.options.{name}={json.dumps(value)}" for name, value in (TINY | options).items()]
+    model = resolve_cell("model=hf", "model.name=m", "model.init=random", "model.tokenizer=byte", *typed).model
+    with torch.device("meta"):
+        return hf.build(model, 300).config
+
+
+def test_a_value_that_varies_between_layers_can_be_set(tmp_path: Path) -> None:
+    assert build_typed(model_type="gemma4_text", head_dim=16).to_dict()["head_dim"] == 16
+    for kind, typed in (("gemma4_text", {"head_dim": 16.0}), ("gemma4", {"text_config": {"head_dim": 16}})):
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
+        config = hf.read_config("model.name", str(tmp_path), typed)
+        assert config.get_text_config().to_dict()["head_dim"] == 16
+
+
 @pytest.mark.parametrize("section", [None, "text_config"])
 def test_a_byte_tokenizer_is_not_larger_than_the_vocabulary(section: str | None, tmp_path: Path) -> None:
     sizes = {"vocab_size": 300}
