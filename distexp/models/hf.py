@@ -97,11 +97,11 @@ def _config_of(values: dict[str, Any]) -> Any:
     kind = values.pop(MODEL_TYPE)
     try:
         config = AutoConfig.for_model(kind)
-        known = {*config.to_dict(), *(["rope_theta"] if hasattr(config, "rope_parameters") else [])}
+        known = {*config.to_dict(), *(name for name in OLD_NAMES if _is_known(config, name))}
         if unknown := sorted(set(values) - known):
             raise _unknown_option(unknown[0], config, f"model.options.{MODEL_TYPE}={kind}")
         _check_parts(config, values, f"model.options.{MODEL_TYPE}={kind}")
-        return AutoConfig.for_model(kind, **_fit_numbers(config, values))
+        return AutoConfig.for_model(kind, **_fit_numbers(config, _merge(config, values)))
     except ConfigError:
         raise
     except Exception as error:  # any: transformers checks values in several ways
@@ -145,7 +145,8 @@ def _merge(config: Any, changes: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in merged.items():
         current = _value_of(config, name)
         if isinstance(value, Mapping) and hasattr(current, "sub_configs"):
-            merged[name] = _merge(current, value)
+            is_same = value.get(MODEL_TYPE, current.model_type) == current.model_type
+            merged[name] = _merge(current, value) if is_same else value
         elif isinstance(value, Mapping) and isinstance(current, dict) and name not in ("id2label", "label2id"):
             merged[name] = _merge_values(current, value)
     return merged

@@ -299,6 +299,23 @@ def test_a_change_of_the_rope_keeps_its_other_values(typed: str, changed: dict[s
     assert built.config.rope_parameters == {"rope_theta": 500_000.0, "rope_type": "default", **changed}
 
 
+def build_typed(**options: Any) -> Any:
+    """Build a model from ``model.options`` alone, and return its configuration."""
+    typed = [f"+model.options.{name}={json.dumps(value)}".replace('"', "") for name, value in (TINY | options).items()]
+    model = resolve_cell("model=hf", "model.name=m", "model.init=random", "model.tokenizer=byte", *typed).model
+    with torch.device("meta"):
+        return hf.build(model, 300).config
+
+
+def test_options_without_a_file_keep_the_other_values_of_the_rope() -> None:
+    yarn = build_typed(model_type="gpt_oss").rope_parameters
+    assert yarn["rope_type"] == "yarn"
+    for typed in ({"rope_theta": 777}, {"rope_parameters": {"rope_theta": 777}}):
+        assert build_typed(model_type="gpt_oss", **typed).rope_parameters == {**yarn, "rope_theta": 777.0}
+    scaled = build_typed(model_type="llama", rope_scaling={"type": "linear", "factor": 2.0}).rope_parameters
+    assert scaled == {"rope_theta": 10_000.0, "rope_type": "linear", "factor": 2.0}
+
+
 def test_a_misspelled_parameter_of_the_rope_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"^model.options.rope_scaling.facto is not .*: use rope_scaling.factor, "):
         build_random(tmp_path, LLAMA, "+model.options.rope_scaling={type:linear,facto:2.0}")
@@ -320,14 +337,6 @@ def test_each_type_of_layers_has_its_rope(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "opt"}')
     with pytest.raises(ConfigError, match=r"^model.options.rope_theta is not a value of the config.json of"):
         hf.read_config("model.name", str(tmp_path), {"rope_theta": 5000})
-
-
-def build_typed(**options: Any) -> Any:
-    """Build a model from ``model.options`` alone, and return its configuration."""
-    typed = [f"+model.options.{name}={json.dumps(value)}" for name, value in (TINY | options).items()]
-    model = resolve_cell("model=hf", "model.name=m", "model.init=random", "model.tokenizer=byte", *typed).model
-    with torch.device("meta"):
-        return hf.build(model, 300).config
 
 
 def test_a_value_that_varies_between_layers_can_be_set(tmp_path: Path) -> None:
