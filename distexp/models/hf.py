@@ -98,9 +98,9 @@ def _config_of(values: dict[str, Any]) -> Any:
     try:
         config = AutoConfig.for_model(kind)
         known = {*config.to_dict(), *(name for name in OLD_NAMES if _is_known(config, name))}
+        _check_parts(config, values, f"model.options.{MODEL_TYPE}={kind}")
         if unknown := sorted(set(values) - known):
             raise _unknown_option(unknown[0], config, f"model.options.{MODEL_TYPE}={kind}")
-        _check_parts(config, values, f"model.options.{MODEL_TYPE}={kind}")
         return AutoConfig.for_model(kind, **_fit_numbers(config, _merge(config, values)))
     except ConfigError:
         raise
@@ -183,14 +183,14 @@ def _check_parts(config: Any, changes: Mapping[str, Any], where: str, prefix: st
     for name, value in changes.items():
         part = _value_of(config, name)
         if isinstance(value, Mapping) and name in ("rope_parameters", "rope_scaling"):
-            _check_rope(config, value, where, f"{prefix}{name}.")
+            _check_rope(config, name, value, where, prefix)
         if not isinstance(value, Mapping) or not hasattr(part, "sub_configs"):
             continue
         if value.get(MODEL_TYPE, part.model_type) != part.model_type:
             continue  # another kind of part, with other names
+        _check_parts(part, value, where, f"{prefix}{name}.")
         if wrong := sorted(key for key in value if not _is_known(part, key)):
             raise _unknown_option(wrong[0], part, f"{prefix}{name} of {where}", f"{prefix}{name}.")
-        _check_parts(part, value, where, f"{prefix}{name}.")
 
 
 ROPE_NAMES = frozenset([
@@ -202,21 +202,27 @@ ROPE_NAMES = frozenset([
 """Parameters of RoPE that transformers or its models read. It accepts any name, and ignores others."""
 
 
-def _check_rope(config: Any, values: Mapping[str, Any], where: str, prefix: str) -> None:
-    """Raise ConfigError if a parameter of RoPE, or a type of layers with parameters, has an unknown name."""
-    types = _layer_types(config)
-    current = getattr(config, "rope_parameters", None) or {}
-    known = types or sorted({*ROPE_NAMES, *current})
-    inner = [(f"{each}.", values[each]) for each in types if isinstance(values.get(each), Mapping)]
-    pairs = [(name, known) for name in values]
-    pairs += [(f"{each}{name}", [f"{each}{one}" for one in ROPE_NAMES]) for each, found in inner for name in found]
-    for name, names in pairs:
-        if name not in names:
-            near = get_close_matches(name, names, n=3, cutoff=0.4) or sorted(types) or ["rope_theta"]
-            raise ConfigError(
-                f"model.options.{prefix}{name} is not a value of the config.json of {where} ({config.model_type}): use "
-                f"{', '.join(f'{prefix}{each}' for each in near)}, or leave it out"
-            )
+def _check_rope(config: Any, name: str, values: Mapping[str, Any], where: str, prefix: str) -> None:
+    """Raise ConfigError if a parameter of RoPE has an unknown name, or lacks that of its type of layers."""
+    types, wrong = _layer_types(config), dict[str, list[str]]()
+    known = sorted({*ROPE_NAMES, *((not types and _value_of(config, "rope_parameters")) or ())})
+    for section, value in values.items():
+        if types:
+            inner = value if isinstance(value, Mapping) else {"": value}
+            owner = get_close_matches(section, types, n=1)
+            for key in inner:
+                last = (get_close_matches(key or ("" if owner else section), known, n=1) or ["rope_theta"])[0]
+                if name != "rope_parameters" or section not in types or key not in known:
+                    typed = f"{section}.{key}" if key else f"{section}={value}"
+                    wrong[typed] = [f"rope_parameters.{each}.{last}" for each in owner or types]
+        elif section not in known:
+            near = get_close_matches(section, known, n=3, cutoff=0.4) or ["rope_theta"]
+            wrong[section] = [f"{name}.{each}" for each in near]
+    for typed, names in wrong.items():
+        raise ConfigError(
+            f"model.options.{prefix}{name}.{typed} is not a value of the config.json of {where} ({config.model_type}): "
+            f"use {', '.join(f'{prefix}{each}' for each in names)}, or leave it out"
+        )
 
 
 OLD_NAMES = ("rope_theta", "rope_scaling")
@@ -233,7 +239,9 @@ def _is_known(config: Any, name: str) -> bool:
 def _unknown_option(name: str, config: Any, where: str, prefix: str = "") -> ConfigError:
     known = get_close_matches(name, config.to_dict(), n=3, cutoff=0.4) or ["one of its keys"]
     if name in OLD_NAMES and (types := _layer_types(config)):
-        known = [f"rope_parameters.{each}{'.rope_theta' if name == 'rope_theta' else ''}" for each in types]
+        known = [
+            f"{prefix}rope_parameters.{each}.{'rope_theta' if name == 'rope_theta' else 'rope_type'}" for each in types
+        ]
     return ConfigError(
         f"model.options.{prefix}{name} is not a value of the config.json of {where} ({config.model_type}): use "
         f"{', '.join(known)}, or leave it out"

@@ -281,9 +281,6 @@ def test_the_names_of_a_part_are_checked(tmp_path: Path) -> None:
     assert hf.read_config("model.name", str(tmp_path), {"text_config": sizes}).text_config.hidden_size == 64
     with pytest.raises(ConfigError, match=r"^model.options.text_config.hiden_size is not .*: use hidden_size, "):
         hf.read_config("model.name", str(tmp_path), {"text_config": {"hiden_size": 64}})
-    for typed in ({"rope_theta": 3}, {"full_attention": {"rope_thta": 3}}):
-        with pytest.raises(ConfigError, match=r"^model.options.text_config.rope_parameters.* is not .*full_attention"):
-            hf.read_config("model.name", str(tmp_path), {"text_config": {"rope_parameters": typed}})
 
 
 @pytest.mark.parametrize(
@@ -334,6 +331,23 @@ def test_each_type_of_layers_has_its_rope(tmp_path: Path) -> None:
         assert thetas == {"full_attention": 5000, "sliding_attention": 10_000}
         with pytest.raises(ConfigError, match=rf"^model.options.{prefix}rope_theta is not .*full_attention.rope_theta"):
             read({"rope_theta": 5000})
+        each = f"{prefix}rope_parameters"
+        for typed, wrong, hint in (
+            ({"rope_scaling": {"factor": 8}}, "rope_scaling.factor=8", f"{each}.full_attention.factor"),
+            (
+                {"rope_parameters": {"rope_theta": 3}},
+                "rope_parameters.rope_theta=3",
+                f"{each}.full_attention.rope_theta",
+            ),
+            ({"rope_parameters": {"full_attention": 8}}, "full_attention=8", f"use {each}.full_attention.rope_theta"),
+            (
+                {"rope_parameters": {"full_attention": {"rope_thta": 3}}},
+                "thta",
+                f"use {each}.full_attention.rope_theta",
+            ),
+        ):
+            with pytest.raises(ConfigError, match=rf"^model.options.{prefix}\S*{wrong} is not .*{hint}, "):
+                read(typed)
     (tmp_path / "config.json").write_text('{"model_type": "opt"}')
     with pytest.raises(ConfigError, match=r"^model.options.rope_theta is not a value of the config.json of"):
         hf.read_config("model.name", str(tmp_path), {"rope_theta": 5000})
