@@ -577,6 +577,16 @@ def test_classes_may_have_names_of_splits(classes: tuple[str, ...], tmp_path: Pa
     assert data.class_names == classes
 
 
+def test_classes_of_named_splits_may_have_names_of_splits(tmp_path: Path) -> None:
+    for name in ("train/bullet_train", "train/test_tube", "val/bullet_train", "val/test_tube"):
+        save_image(tmp_path / name / "0.png")
+    for typed in (
+        (f"dataset.path={tmp_path}",),
+        (f"dataset.path={tmp_path / 'train'}", f"dataset.eval_path={tmp_path / 'val'}"),
+    ):
+        assert load(*IMAGES, "dataset=image_folder", *typed).class_names == ("bullet_train", "test_tube")
+
+
 @pytest.mark.parametrize(
     ("names", "message"),
     [
