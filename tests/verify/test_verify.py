@@ -150,7 +150,7 @@ def test_a_training_that_draws_random_numbers_or_counts_cannot_be_compared(tmp_p
 
 def test_a_model_that_changes_its_inputs_or_has_an_own_loss_is_compared(tmp_path: Path) -> None:
     kind = "+model.options.kind"
-    cells = json.dumps([[f"{kind}=in_place"], [f"{kind}=loss", "train.loss=own"]])
+    cells = json.dumps([[f"{kind}=in_place"], [f"{kind}=loss", "train.loss='own'"]])
     env = {"PYTHONPATH": str(HELPERS)}
     swept = run_distexp(
         "verify", "--quick", "--json", "--multirun", *ODD, f"sweep.cells={cells}", cwd=tmp_path, env=env
