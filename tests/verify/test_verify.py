@@ -37,7 +37,7 @@ DS_CONFIG = {
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """Return what one command printed about DDP, a strategy with a bug, one that fails, and a file of DeepSpeed."""
-    folder = tmp_path_factory.mktemp("verify")
+    folder = tmp_path_factory.mktemp("verify é, 1")  # a path that Hydra takes in quotes only
     (folder / "ds.json").write_text(json.dumps(DS_CONFIG))
     cells = [
         ["strategy=ddp"],
