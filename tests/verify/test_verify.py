@@ -269,6 +269,17 @@ def test_gradients_that_differ_by_rounding_in_a_later_step_may_be_a_maximum(step
     assert ("repeat it with train.seed=7" in cause.sentence) == (step > 1)
 
 
+@pytest.mark.parametrize("residual", [1e-4, 1.0])
+def test_batch_norms_may_have_amplified_rounding(residual: float) -> None:
+    detail = {"scale": 1.0, "scale_residual": residual, "targets": [4, 4], "zeros": 0, "are_multiples": False}
+    for has_batch_norms in (False, True):
+        detail["has_batch_norms"] = has_batch_norms
+        finding = Finding("gradient", "sgd", 1, ["head.weight"], "head.weight", 2e-2, 2e-5, detail)
+        sentence = diagnose([finding], 2, 1, "fp32").sentence
+        assert ("verify the strategy with model=resnet_tiny" in sentence) == has_batch_norms
+        assert "probably wrong" not in sentence or not has_batch_norms
+
+
 COMPARES_AND_FORKS = """
 import os, torch
 from distexp.verify import workers
