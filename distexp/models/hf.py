@@ -97,11 +97,11 @@ def _config_of(values: dict[str, Any]) -> Any:
     kind = values.pop(MODEL_TYPE)
     try:
         config = AutoConfig.for_model(kind)
-        known = {*config.to_dict(), *(["rope_theta"] if hasattr(config, "rope_parameters") else [])}
+        known = {*config.to_dict(), *(name for name in OLD_NAMES if _is_known(config, name))}
+        _check_parts(config, values, f"model.options.{MODEL_TYPE}={kind}")
         if unknown := sorted(set(values) - known):
             raise _unknown_option(unknown[0], config, f"model.options.{MODEL_TYPE}={kind}")
-        _check_parts(config, values, f"model.options.{MODEL_TYPE}={kind}")
-        return AutoConfig.for_model(kind, **_fit_numbers(config, values))
+        return AutoConfig.for_model(kind, **_fit_numbers(config, _merge(config, values)))
     except ConfigError:
         raise
     except Exception as error:  # any: transformers checks values in several ways
@@ -112,10 +112,18 @@ def _fit_numbers(config: Any, changes: Mapping[str, Any]) -> dict[str, Any]:
     """Return changes of a configuration, and of its parts, with the types of numbers that transformers takes."""
     fitted = {}
     for name, value in changes.items():
-        part = getattr(config, name, None)
+        part = _value_of(config, name)
         is_part = isinstance(value, Mapping) and hasattr(part, "sub_configs")
         fitted[name] = _fit_numbers(part, value) if is_part else fit_number(config, name, value)
     return fitted
+
+
+def _value_of(config: Any, name: str) -> Any:
+    """Return a value of a configuration, or None. transformers refuses to read one that may vary between layers."""
+    try:
+        return getattr(config, name, None)
+    except RuntimeError:
+        return config.to_dict().get(name)
 
 
 def _merge(config: Any, changes: Mapping[str, Any]) -> dict[str, Any]:
@@ -135,9 +143,10 @@ def _merge(config: Any, changes: Mapping[str, Any]) -> dict[str, Any]:
         if moved:
             merged["rope_parameters"] = {**moved, **(merged.get("rope_parameters") or {})}
     for name, value in merged.items():
-        current = getattr(config, name, None)
+        current = _value_of(config, name)
         if isinstance(value, Mapping) and hasattr(current, "sub_configs"):
-            merged[name] = _merge(current, value)
+            is_same = value.get(MODEL_TYPE, current.model_type) == current.model_type
+            merged[name] = _merge(current, value) if is_same else value
         elif isinstance(value, Mapping) and isinstance(current, dict) and name not in ("id2label", "label2id"):
             merged[name] = _merge_values(current, value)
     return merged
@@ -172,16 +181,16 @@ def _reason(error: Exception) -> str:
 def _check_parts(config: Any, changes: Mapping[str, Any], where: str, prefix: str = "") -> None:
     """Raise ConfigError if a change of a part of a configuration, such as ``text_config``, has an unknown name."""
     for name, value in changes.items():
-        part: Any = getattr(config, name, None)
+        part = _value_of(config, name)
         if isinstance(value, Mapping) and name in ("rope_parameters", "rope_scaling"):
-            _check_rope(config, value, where, f"{prefix}{name}.")
+            _check_rope(config, name, value, where, prefix)
         if not isinstance(value, Mapping) or not hasattr(part, "sub_configs"):
             continue
         if value.get(MODEL_TYPE, part.model_type) != part.model_type:
             continue  # another kind of part, with other names
+        _check_parts(part, value, where, f"{prefix}{name}.")
         if wrong := sorted(key for key in value if not _is_known(part, key)):
             raise _unknown_option(wrong[0], part, f"{prefix}{name} of {where}", f"{prefix}{name}.")
-        _check_parts(part, value, where, f"{prefix}{name}.")
 
 
 ROPE_NAMES = frozenset([
@@ -193,21 +202,27 @@ ROPE_NAMES = frozenset([
 """Parameters of RoPE that transformers or its models read. It accepts any name, and ignores others."""
 
 
-def _check_rope(config: Any, values: Mapping[str, Any], where: str, prefix: str) -> None:
-    """Raise ConfigError if a parameter of RoPE, or a type of layers with parameters, has an unknown name."""
-    types = _layer_types(config)
-    current = getattr(config, "rope_parameters", None) or {}
-    known = types or sorted({*ROPE_NAMES, *current})
-    inner = [(f"{each}.", values[each]) for each in types if isinstance(values.get(each), Mapping)]
-    pairs = [(name, known) for name in values]
-    pairs += [(f"{each}{name}", [f"{each}{one}" for one in ROPE_NAMES]) for each, found in inner for name in found]
-    for name, names in pairs:
-        if name not in names:
-            near = get_close_matches(name, names, n=3, cutoff=0.4) or sorted(types) or ["rope_theta"]
-            raise ConfigError(
-                f"model.options.{prefix}{name} is not a value of the config.json of {where} ({config.model_type}): use "
-                f"{', '.join(f'{prefix}{each}' for each in near)}, or leave it out"
-            )
+def _check_rope(config: Any, name: str, values: Mapping[str, Any], where: str, prefix: str) -> None:
+    """Raise ConfigError if a parameter of RoPE has an unknown name, or lacks that of its type of layers."""
+    types, wrong = _layer_types(config), dict[str, list[str]]()
+    known = sorted({*ROPE_NAMES, *((not types and _value_of(config, "rope_parameters")) or ())})
+    for section, value in values.items():
+        if types:
+            inner = value if isinstance(value, Mapping) else {"": value}
+            owner = get_close_matches(section, types, n=1)
+            for key in inner:
+                last = (get_close_matches(key or ("" if owner else section), known, n=1) or ["rope_theta"])[0]
+                if name != "rope_parameters" or section not in types or key not in known:
+                    typed = f"{section}.{key}" if key else f"{section}={value}"
+                    wrong[typed] = [f"rope_parameters.{each}.{last}" for each in owner or types]
+        elif section not in known:
+            near = get_close_matches(section, known, n=3, cutoff=0.4) or ["rope_theta"]
+            wrong[section] = [f"{name}.{each}" for each in near]
+    for typed, names in wrong.items():
+        raise ConfigError(
+            f"model.options.{prefix}{name}.{typed} is not a value of the config.json of {where} ({config.model_type}): "
+            f"use {', '.join(f'{prefix}{each}' for each in names)}, or leave it out"
+        )
 
 
 OLD_NAMES = ("rope_theta", "rope_scaling")
@@ -218,13 +233,15 @@ def _is_known(config: Any, name: str) -> bool:
     """Return whether a value can have a name. Values of each type of layers have no older names."""
     if name in OLD_NAMES and hasattr(config, "rope_parameters"):
         return not _layer_types(config)
-    return hasattr(config, name) or name == "torch_dtype"
+    return name in config.to_dict() or hasattr(config, name) or name == "torch_dtype"
 
 
 def _unknown_option(name: str, config: Any, where: str, prefix: str = "") -> ConfigError:
     known = get_close_matches(name, config.to_dict(), n=3, cutoff=0.4) or ["one of its keys"]
     if name in OLD_NAMES and (types := _layer_types(config)):
-        known = [f"rope_parameters.{each}{'.rope_theta' if name == 'rope_theta' else ''}" for each in types]
+        known = [
+            f"{prefix}rope_parameters.{each}.{'rope_theta' if name == 'rope_theta' else 'rope_type'}" for each in types
+        ]
     return ConfigError(
         f"model.options.{prefix}{name} is not a value of the config.json of {where} ({config.model_type}): use "
         f"{', '.join(known)}, or leave it out"
@@ -269,6 +286,8 @@ def read_config(key: str, source: str, changes: Mapping[str, Any] | None = None)
         config, unknown = original, _ = load()
         _check_parts(original, changes or {}, f"{key}={source}")
         merged = _merge(original, changes or {})
+        varied = {*merged} & {*(getattr(original, "per_layer_attributes", None) or ())}  # transformers would read them
+        later = _fit_numbers(original, {name: merged.pop(name) for name in varied})
         try:
             if merged:
                 config, unknown = load(**merged)
@@ -276,6 +295,8 @@ def read_config(key: str, source: str, changes: Mapping[str, Any] | None = None)
             if isinstance(error, OSError):
                 raise
             config, unknown = load(**_fit_numbers(original, merged))
+        for name, value in later.items():
+            setattr(config, name, value)
     except ConfigError:
         raise
     except (OSError, ValueError, KeyError) as error:

@@ -215,6 +215,7 @@ class Comparison:
                 factor = self._clip_factor(run.steps[number]["norm"])
                 gradients[position] = {name: each * factor for name, each in gradients[position].items()}
         self._compare_tensors("gradient", number + 1, gradients)
+        has_batch_norms = any(name.endswith("running_mean") for name in self.reference.initial["buffers"])
         for finding in self.findings[before:]:
             earlier = self.variant.steps[number - 1]["gradients"] if number else None
             batches = self.reference.ranks[0][number]["batches"]
@@ -222,6 +223,7 @@ class Comparison:
                 finding.names, gradients[2], gradients[0], self.reference.steps[number]["parts"], earlier
             )
             finding.detail |= {"targets": [each["targets"] for each in batches], "ranks": len(self.variant.ranks)}
+            finding.detail["has_batch_norms"] = has_batch_norms
             limit = self.variant.settings.clipping
             if limit is not None and not self.variant.records_clipped:
                 found, right = (each.steps[number]["true_norm"] for each in (self.variant, self.reference))

@@ -16,7 +16,7 @@ from distexp.compose.composition import Cell, MakeCell
 from distexp.config import Config
 from distexp.config.keys import config_groups, speed_references, strategy_groups, strategy_sections
 from distexp.config.model_checks import depends_on_micro_batch
-from distexp.config.overrides import copyable_command, format_override, key_of, quote_choice
+from distexp.config.overrides import copyable_command, format_override, key_of, quote_choice, value_of
 from distexp.plan.plan_table import replace_overrides
 from distexp.resolve.run_id import run_id
 from distexp.runs.record import RunSpec
@@ -219,7 +219,7 @@ def phase_overrides(phase: Phase, config: Config) -> list[str]:
 def _chooses_strategy(override: str) -> bool:
     """Return whether an override is about the strategy, the trainer or the kernels of the variant."""
     own = {"strategy", "parallel", "engine", "offload", *strategy_groups(), *strategy_sections()}
-    if override.lstrip("+") == "train.loss=own":  # an objective, not a kernel
+    if (key_of(override), value_of(override)) == ("train.loss", "own"):  # an objective, not a kernel
         return False
     return (key := key_of(override)).partition(".")[0] in own or key in speed_references()
 

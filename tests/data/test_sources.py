@@ -507,6 +507,14 @@ def test_parquet_files_without_rows_are_left_out_with_a_note(pattern: str, tmp_p
         load(*words)
 
 
+def test_only_the_columns_that_are_needed_are_read_from_a_parquet_file(tmp_path: Path) -> None:
+    # The library datasets has no type for a map.
+    notes = pyarrow.array([[("source", "web")]] * 30, type=pyarrow.map_(pyarrow.string(), pyarrow.string()))
+    parquet.write_table(pyarrow.table({"notes": notes, "text": ["one two"] * 30}), tmp_path / "my.parquet")
+    data = load(*TEXT, "dataset=text", f"dataset.path={tmp_path / 'my.parquet'}")
+    assert (len(data.train), len(data.evaluation)) == (27, 3)
+
+
 def test_a_split_without_rows_is_no_evaluation_set(tmp_path: Path) -> None:
     table = pyarrow.table({"text": ["one"] * 30})
     parquet.write_table(table, tmp_path / "train-0.parquet")
@@ -567,6 +575,16 @@ def test_classes_may_have_names_of_splits(classes: tuple[str, ...], tmp_path: Pa
             save_image(tmp_path / label / f"{number}.png")
     data = load(*IMAGES, "dataset=image_folder", f"dataset.path={tmp_path}")
     assert data.class_names == classes
+
+
+def test_classes_of_named_splits_may_have_names_of_splits(tmp_path: Path) -> None:
+    for name in ("train/bullet_train", "train/test_tube", "val/bullet_train", "val/test_tube"):
+        save_image(tmp_path / name / "0.png")
+    for typed in (
+        (f"dataset.path={tmp_path}",),
+        (f"dataset.path={tmp_path / 'train'}", f"dataset.eval_path={tmp_path / 'val'}"),
+    ):
+        assert load(*IMAGES, "dataset=image_folder", *typed).class_names == ("bullet_train", "test_tube")
 
 
 @pytest.mark.parametrize(

@@ -281,9 +281,6 @@ def test_the_names_of_a_part_are_checked(tmp_path: Path) -> None:
     assert hf.read_config("model.name", str(tmp_path), {"text_config": sizes}).text_config.hidden_size == 64
     with pytest.raises(ConfigError, match=r"^model.options.text_config.hiden_size is not .*: use hidden_size, "):
         hf.read_config("model.name", str(tmp_path), {"text_config": {"hiden_size": 64}})
-    for typed in ({"rope_theta": 3}, {"full_attention": {"rope_thta": 3}}):
-        with pytest.raises(ConfigError, match=r"^model.options.text_config.rope_parameters.* is not .*full_attention"):
-            hf.read_config("model.name", str(tmp_path), {"text_config": {"rope_parameters": typed}})
 
 
 @pytest.mark.parametrize(
@@ -297,6 +294,23 @@ def test_the_names_of_a_part_are_checked(tmp_path: Path) -> None:
 def test_a_change_of_the_rope_keeps_its_other_values(typed: str, changed: dict[str, Any], tmp_path: Path) -> None:
     built = build_random(tmp_path, LLAMA | {"rope_theta": 500_000.0}, f"+model.options.{typed}")
     assert built.config.rope_parameters == {"rope_theta": 500_000.0, "rope_type": "default", **changed}
+
+
+def build_typed(**options: Any) -> Any:
+    """Build a model from ``model.options`` alone, and return its configuration."""
+    typed = [f"+model.options.{name}={json.dumps(value)}".replace('"', "") for name, value in (TINY | options).items()]
+    model = resolve_cell("model=hf", "model.name=m", "model.init=random", "model.tokenizer=byte", *typed).model
+    with torch.device("meta"):
+        return hf.build(model, 300).config
+
+
+def test_options_without_a_file_keep_the_other_values_of_the_rope() -> None:
+    yarn = build_typed(model_type="gpt_oss").rope_parameters
+    assert yarn["rope_type"] == "yarn"
+    for typed in ({"rope_theta": 777}, {"rope_parameters": {"rope_theta": 777}}):
+        assert build_typed(model_type="gpt_oss", **typed).rope_parameters == {**yarn, "rope_theta": 777.0}
+    scaled = build_typed(model_type="llama", rope_scaling={"type": "linear", "factor": 2.0}).rope_parameters
+    assert scaled == {"rope_theta": 10_000.0, "rope_type": "linear", "factor": 2.0}
 
 
 def test_a_misspelled_parameter_of_the_rope_is_refused(tmp_path: Path) -> None:
@@ -317,9 +331,34 @@ def test_each_type_of_layers_has_its_rope(tmp_path: Path) -> None:
         assert thetas == {"full_attention": 5000, "sliding_attention": 10_000}
         with pytest.raises(ConfigError, match=rf"^model.options.{prefix}rope_theta is not .*full_attention.rope_theta"):
             read({"rope_theta": 5000})
+        each = f"{prefix}rope_parameters"
+        for typed, wrong, hint in (
+            ({"rope_scaling": {"factor": 8}}, "rope_scaling.factor=8", f"{each}.full_attention.factor"),
+            (
+                {"rope_parameters": {"rope_theta": 3}},
+                "rope_parameters.rope_theta=3",
+                f"{each}.full_attention.rope_theta",
+            ),
+            ({"rope_parameters": {"full_attention": 8}}, "full_attention=8", f"use {each}.full_attention.rope_theta"),
+            (
+                {"rope_parameters": {"full_attention": {"rope_thta": 3}}},
+                "thta",
+                f"use {each}.full_attention.rope_theta",
+            ),
+        ):
+            with pytest.raises(ConfigError, match=rf"^model.options.{prefix}\S*{wrong} is not .*{hint}, "):
+                read(typed)
     (tmp_path / "config.json").write_text('{"model_type": "opt"}')
     with pytest.raises(ConfigError, match=r"^model.options.rope_theta is not a value of the config.json of"):
         hf.read_config("model.name", str(tmp_path), {"rope_theta": 5000})
+
+
+def test_a_value_that_varies_between_layers_can_be_set(tmp_path: Path) -> None:
+    assert build_typed(model_type="gemma4_text", head_dim=16).to_dict()["head_dim"] == 16
+    for kind, typed in (("gemma4_text", {"head_dim": 16.0}), ("gemma4", {"text_config": {"head_dim": 16}})):
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
+        config = hf.read_config("model.name", str(tmp_path), typed)
+        assert config.get_text_config().to_dict()["head_dim"] == 16
 
 
 @pytest.mark.parametrize("section", [None, "text_config"])

@@ -37,7 +37,7 @@ DS_CONFIG = {
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """Return what one command printed about DDP, a strategy with a bug, one that fails, and a file of DeepSpeed."""
-    folder = tmp_path_factory.mktemp("verify")
+    folder = tmp_path_factory.mktemp("verify é, 1")  # a path that Hydra takes in quotes only
     (folder / "ds.json").write_text(json.dumps(DS_CONFIG))
     cells = [
         ["strategy=ddp"],
@@ -150,7 +150,7 @@ def test_a_training_that_draws_random_numbers_or_counts_cannot_be_compared(tmp_p
 
 def test_a_model_that_changes_its_inputs_or_has_an_own_loss_is_compared(tmp_path: Path) -> None:
     kind = "+model.options.kind"
-    cells = json.dumps([[f"{kind}=in_place"], [f"{kind}=loss", "train.loss=own"]])
+    cells = json.dumps([[f"{kind}=in_place"], [f"{kind}=loss", "train.loss='own'"]])
     env = {"PYTHONPATH": str(HELPERS)}
     swept = run_distexp(
         "verify", "--quick", "--json", "--multirun", *ODD, f"sweep.cells={cells}", cwd=tmp_path, env=env
@@ -267,6 +267,17 @@ def test_gradients_that_differ_by_rounding_in_a_later_step_may_be_a_maximum(step
     cause = diagnose([finding], 2, 1, "fp32")
     assert cause.id == "rounded"
     assert ("repeat it with train.seed=7" in cause.sentence) == (step > 1)
+
+
+@pytest.mark.parametrize("residual", [1e-4, 1.0])
+def test_batch_norms_may_have_amplified_rounding(residual: float) -> None:
+    detail = {"scale": 1.0, "scale_residual": residual, "targets": [4, 4], "zeros": 0, "are_multiples": False}
+    for has_batch_norms in (False, True):
+        detail["has_batch_norms"] = has_batch_norms
+        finding = Finding("gradient", "sgd", 1, ["head.weight"], "head.weight", 2e-2, 2e-5, detail)
+        sentence = diagnose([finding], 2, 1, "fp32").sentence
+        assert ("verify the strategy with model=resnet_tiny" in sentence) == has_batch_norms
+        assert "probably wrong" not in sentence or not has_batch_norms
 
 
 COMPARES_AND_FORKS = """

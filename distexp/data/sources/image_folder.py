@@ -139,7 +139,8 @@ def _find_images(path: str, eval_path: str | None, eval_share: float | None) -> 
     eval_root = Path(eval_path) if eval_path else found
     train = class_files(train_root)
     classes, notes = tuple(train), list(_notes(train_root))
-    _refuse_splits_as_classes(train_root, classes)
+    if train_root is root and not eval_path:  # otherwise the user named the splits
+        _refuse_splits_as_classes(root, classes)
     used = {folder.resolve() for folder in (train_root, eval_root) if folder is not None}
     unused = [name for name in _folders(root) if (root / name).resolve() not in used]
     if train_root is not root and unused:

@@ -96,7 +96,7 @@ class Rows:
         for table in self.tables:
             if table.file is not None and kind_of(table.file) != "parquet":
                 continue
-            data = table.data if table.file is None else _stream_parquet(table.file)
+            data = table.data if table.file is None else _stream_parquet(table.file, [column])
             feature = (data.features or {}).get(column)
             names = getattr(getattr(feature, "feature", feature), "names", None)  # of a list of classes, or of a class
             if names:
@@ -360,7 +360,7 @@ def _read(table: Table, dataset: DatasetConfig, form: RowFormat) -> Iterator[Row
     if table.file is None:
         rows = _read_batches(table.data, table.label)
     elif kind_of(table.file) == "parquet":
-        rows = _read_batches(_stream_parquet(table.file), table.label)
+        rows = _read_batches(_stream_parquet(table.file, columns), table.label)
     else:
         rows = read_plain(table.file)
         rows = _join_lines(rows, dataset.documents) if kind_of(table.file) == "text" else rows
@@ -370,12 +370,16 @@ def _read(table: Table, dataset: DatasetConfig, form: RowFormat) -> Iterator[Row
         raise _refuse_empty(table.label)
 
 
-def _stream_parquet(file: Path) -> Any:
-    from datasets import load_dataset
+def _stream_parquet(file: Path, columns: Sequence[str]) -> Any:
+    """Return some columns of a Parquet file. The library datasets has no type for some others, such as maps."""
+    import pyarrow
+    from datasets import Features, load_dataset
 
+    whole, names = read_footer(file).schema.to_arrow_schema(), list(dict.fromkeys(columns))
+    features = Features.from_arrow_schema(pyarrow.schema(map(whole.field, names), metadata=whole.metadata))
     folder, name = str(cache_dir() / "datasets"), glob.escape(str(file))  # The library takes a name as a pattern.
     # The library's batch size is the number of rows of the first row group, which may be 0.
-    files = {"data_files": name, "split": "train", "streaming": True}
+    files = {"data_files": name, "split": "train", "streaming": True, "columns": names, "features": features}
     return load_dataset("parquet", **files, cache_dir=folder, batch_size=READ_ROWS)
 
 

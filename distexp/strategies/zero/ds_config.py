@@ -12,6 +12,7 @@ import yaml
 
 from distexp.config import Config, ConfigError
 from distexp.config.model_checks import searches_micro_batch
+from distexp.config.overrides import copyable_override
 from distexp.runs.run_dir import DS_CONFIG
 from distexp.system.files import TOO_DEEP, write_json
 
@@ -270,7 +271,7 @@ def copy_without_varied(config: Config, directory: Path) -> list[str]:
         return []
     directory.mkdir(parents=True, exist_ok=True)
     write_json(copy, {key: value for key, value in settings.items() if key not in VARIED})
-    return [f"deepspeed.config_file={copy}"]
+    return [copyable_override(f"deepspeed.config_file={copy}")]
 
 
 MIN_BUCKET_ELEMENTS = 5_000_000
