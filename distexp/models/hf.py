@@ -74,9 +74,11 @@ def _read_config(model: ModelConfig, num_classes: int) -> Any:
     if model.traits.has_classes:
         config.num_labels = num_classes
     elif num_classes > (rows := config.get_text_config().vocab_size):
+        is_own = model.tokenizer == "auto"
+        hint = "correct vocab_size in its config.json" if is_own else "model.tokenizer=auto for the model's own"
         raise ConfigError(
             f"the tokenizer has {num_classes} entries, more than the {rows} embeddings of "
-            f"model.name={model.name}: use a smaller tokenizer, or model.tokenizer=auto for the model's own"
+            f"model.name={model.name}: use a smaller tokenizer, or {hint}"
         )
     config.use_cache = False  # training never uses cached keys and values, which take memory
     # One rate is that of embeddings, attention and residuals, whose names differ.
@@ -239,9 +241,8 @@ def _is_known(config: Any, name: str) -> bool:
 def _unknown_option(name: str, config: Any, where: str, prefix: str = "") -> ConfigError:
     known = get_close_matches(name, config.to_dict(), n=3, cutoff=0.4) or ["one of its keys"]
     if name in OLD_NAMES and (types := _layer_types(config)):
-        known = [
-            f"{prefix}rope_parameters.{each}.{'rope_theta' if name == 'rope_theta' else 'rope_type'}" for each in types
-        ]
+        last = "rope_theta" if name == "rope_theta" else "rope_type"
+        known = [f"{prefix}rope_parameters.{each}.{last}" for each in types]
     return ConfigError(
         f"model.options.{prefix}{name} is not a value of the config.json of {where} ({config.model_type}): use "
         f"{', '.join(known)}, or leave it out"
@@ -355,9 +356,12 @@ def on_meta_device() -> bool:
 
 
 def _read_error(key: str, source: str, what: str, error: Exception) -> ConfigError:
+    reason = first_line(error).rstrip(". ")
+    if type(error).__name__ == "SafetensorError":
+        return ConfigError(f"{key}={source}: the weights are damaged ({reason}): copy them again")
     return ConfigError(
-        f"{key}={source} is neither a folder with {what} nor available from the local cache or the hub "
-        f"({first_line(error).rstrip('. ')}): correct {key}, or set it to a local folder"
+        f"{key}={source} is neither a folder with {what} nor available from the local cache or the hub ({reason}): "
+        f"correct {key}, or set it to a local folder"
     )
 
 
