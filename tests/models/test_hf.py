@@ -341,8 +341,8 @@ def test_each_type_of_layers_has_its_rope(tmp_path: Path) -> None:
             ),
             ({"rope_parameters": {"full_attention": 8}}, "full_attention=8", f"use {each}.full_attention.rope_theta"),
             (
-                {"rope_parameters": {"full_attention": {"rope_thta": 3}}},
-                "thta",
+                {"rope_parameters": {"full_attention": {"rope_thea": 3}}},
+                "thea",
                 f"use {each}.full_attention.rope_theta",
             ),
         ):
