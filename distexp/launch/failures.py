@@ -225,8 +225,8 @@ def hang_error(run_dir: Path, phase: str | None, limit: str) -> RunError:
 INNERMOST = re.compile(r'^Current thread .*\n  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
 """The first two lines of a stack in a log."""
 
-WAITS = re.compile(r"/torch/(distributed|autograd)/")
-"""Files of torch in which a rank waits for others. The backward pass of DDP waits in autograd."""
+WAITS = re.compile(r"/torch/(distributed|autograd)/|/deepspeed/|/slow_rank_watch\.py$")
+"""Files in which a rank waits for others. The backward pass of DDP waits in autograd."""
 
 
 def _describe_stacks(run_dir: Path, progress: Sequence[RankProgress]) -> tuple[str, int | None]:
@@ -242,7 +242,7 @@ def _describe_stacks(run_dir: Path, progress: Sequence[RankProgress]) -> tuple[s
         others = ", and the other ranks wait" if len(progress) > 1 else ""
         return f"rank {rank} is at {'/'.join(Path(file).parts[-2:])}:{line} in {function}{others}", rank
     if not busy and all(stacks.values()) and len(progress) > 1:
-        return "all ranks wait in collective operations: do all of them call the same ones?", None
+        return "all ranks wait in collective operations, and some may call other ones", None
     return "all ranks wait at the same point", None
 
 

@@ -96,8 +96,13 @@ IN_CODE, IN_TORCH = ("/home/ada/net/model.py", 35, "forward"), ("/lib/torch/auto
     ("frames", "rank", "message"),
     [
         ([IN_TORCH, IN_CODE], 1, "rank 1 is at net/model.py:35 in forward, and the other ranks wait: no step"),
+        (
+            [("/distexp/measure/slow_rank_watch.py", 132, "measure"), IN_CODE],
+            1,
+            "rank 1 is at net/model.py:35 in forward",
+        ),
         ([IN_CODE], 0, "rank 0 is at net/model.py:35 in forward: no step"),
-        ([IN_TORCH, IN_TORCH], None, "all ranks wait in collective operations: do all of them call the same ones?"),
+        ([IN_TORCH, IN_TORCH], None, "all ranks wait in collective operations, and some may call other ones"),
         ([IN_CODE, IN_CODE], None, "all ranks wait at the same point"),
         ([IN_TORCH, None], None, "all ranks wait at the same point"),
     ],
