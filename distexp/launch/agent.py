@@ -243,7 +243,7 @@ LOST_CODE = encode_group_code(-signal.SIGKILL)
 REPLY_POLL_S = 0.1
 """Time between two checks of the limits, while the shared process imports. A slow file system may take minutes."""
 
-REPORT_S = 10.0
+REPORT_S = 30.0
 """Time that the shared process gets to send the exit code of a group that was killed."""
 
 

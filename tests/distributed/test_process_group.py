@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import socket
 from collections.abc import Iterator
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 
@@ -12,13 +16,35 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import init_device_mesh
 
-from distexp.distributed.process_group import collective_timeout, join
+from distexp.distributed.process_group import collective_timeout, join, wait_for_rank_0
 from tests.helpers.runs import make_spec
 
 
 @pytest.mark.parametrize("minutes", [0.4, 30, 120])
 def test_collectives_wait_longer_than_the_hang_limit(minutes: float) -> None:
     assert collective_timeout(minutes) > timedelta(minutes=minutes)
+
+
+@pytest.mark.parametrize(
+    ("rank", "error", "reason"),
+    [
+        ("0", errno.ECONNREFUSED, None),  # Nothing listens yet.
+        ("0", errno.ENETUNREACH, "rank 0 on .* cannot reach rank 0 at 127.0.0.1:1234 within .*Network is unreachable"),
+        ("1", errno.ECONNREFUSED, "rank 1 on .* cannot reach rank 0 .*Connection refused"),
+    ],
+)
+def test_a_rank_without_a_way_to_rank_0_ends_before_the_hang_limit(
+    rank: str, error: int, reason: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(error, os.strerror(error))
+
+    for name, value in {"RANK": rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1234"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(socket, "create_connection", fail)
+    spec = make_spec("cluster.device=cpu", "cluster.hang_timeout_min=0.01")
+    with pytest.raises(ConnectionError, match=reason) if reason else nullcontext():
+        wait_for_rank_0(spec)
 
 
 @pytest.fixture

@@ -239,6 +239,8 @@ def test_a_job_that_died_after_the_training_keeps_its_result(
         write_result(spec, directory)
     entry = run_dirs.Entry(0, spec.run.id, "0", "7_0", "submitted")
     job = JobState("NODE_FAIL", nodes="node1")
+    assert (directory / DISK_RESERVE).exists()
     assert write_missing_record(tmp_path, entry, job).status == status
+    assert not (directory / DISK_RESERVE).exists()
     raw = json.loads((directory / RECORD).read_text())
     assert [attempt["reason"] for attempt in raw["run"]["attempts"]] == [status]

@@ -17,6 +17,7 @@ import pytest
 
 from distexp.cli.arguments import normalize_arguments
 from distexp.config import ConfigError
+from distexp.launch import agent
 from distexp.launch.agent import LOST_CODE, ForkedWorkers, NotStartedError
 from distexp.launch.failures import HANG_CODE
 from distexp.launch.local import shared_start
@@ -135,6 +136,20 @@ def test_the_death_of_the_shared_process_is_the_death_of_its_groups(tmp_path: Pa
         with server.log.open("w") as output, pytest.raises(NotStartedError) as raised:
             ForkedWorkers.start(waiting, ("run", "0", "127.0.0.1", "0"), output)
         assert raised.value.code == LOST_CODE
+
+
+def test_a_stopped_shared_process_does_not_stop_the_end_of_a_group(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(agent, "REPORT_S", 0.2)
+    with started_server(tmp_path) as server:
+        group = server.start(SLEEP)
+        os.kill(group.server, signal.SIGSTOP)
+        try:
+            os.kill(group.pid, signal.SIGKILL)
+            assert group.wait() == -signal.SIGKILL
+        finally:
+            os.kill(group.server, signal.SIGCONT)
 
 
 def test_the_limits_of_a_run_end_the_wait_for_the_imports() -> None:

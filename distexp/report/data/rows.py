@@ -299,8 +299,8 @@ def read_environment_settings(record: RunRecord) -> dict[str, Any]:
 
 def knows_hardware(record: RunRecord, name: str, value: Any) -> bool:
     """Return whether a run got far enough to record a setting of its machine. Its workers record the arithmetic."""
-    has_none = record.status == "completed" or bool(record.environment and record.environment.gpu_name)
-    return value is not None or (has_none and name != ARITHMETIC)
+    is_recorded = record.status == "completed" or bool(record.environment and record.environment.gpu_name)
+    return value is not None or (is_recorded and name != ARITHMETIC)
 
 
 @lru_cache(maxsize=4096)
