@@ -5,8 +5,7 @@ parts, each worker has a share of the tokens (sequence parallelism), if their nu
 are cut by the vocabulary.
 
 Weights are DTensors, which FSDP and checkpoints know. Modules compute with the local part, so that they need no support
-for DTensors. Hidden states are moved by the operations that ``DTensor.redistribute`` uses, without a DTensor: it needs
-several times as long on the CPU as the collective itself, and a block has eight of them.
+for DTensors. The collectives are those of ``DTensor.redistribute``.
 """
 
 import re
@@ -44,7 +43,6 @@ Plan = Mapping[str, str]
 """Styles by the names of modules. A ``*`` is the number of a block."""
 
 FUSED_PARTS = 3
-COLLECTIVES = torch.ops._c10d_functional
 
 
 def plan_of(model: nn.Module, *, with_experts: bool = True) -> Plan:
@@ -82,46 +80,10 @@ def move(
 ) -> Tensor:
     """Return the local part of a tensor with another placement; its gradient has ``gradient``, by default the target.
 
-    The backward pass has the opposite collective. A placed axis must be a multiple of the workers.
+    The backward pass has the opposite collective.
     """
-    placed: Tensor = _Move.apply(tensor, mesh, source, target, gradient or target)  # type: ignore[no-untyped-call]
-    return placed
-
-
-class _Move(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, local: Tensor, mesh: DeviceMesh, *placements: Placement) -> Tensor:
-        source, target, gradient = placements
-        # Each worker has the whole gradient of a sum.
-        ctx.mesh, ctx.change = mesh, (gradient, Replicate() if source.is_partial() else source)
-        return _place(local, mesh, source, target)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        return _place(gradient, ctx.mesh, *ctx.change), None, None, None, None
-
-
-def _place(local: Tensor, mesh: DeviceMesh, source: Placement, target: Placement) -> Tensor:
-    """Return the local part of a tensor with another placement. Collectives cut and join the first axis only."""
-    workers, group = mesh.size(), mesh.get_group().group_name
-    if source == target:
-        return local.view_as(local)
-    if isinstance(target, Shard):
-        if source.is_replicate():
-            own = local.chunk(workers, target.dim)[mesh.get_local_rank()]
-            return own.clone(memory_format=torch.contiguous_format)
-        before, after = local.shape[: target.dim], local.shape[target.dim + 1 :]
-        parts = local.reshape(*before, workers, -1, *after)
-        return _exchange("reduce_scatter_tensor", parts.movedim(target.dim, 0).flatten(0, 1), "sum", workers, group)
-    if isinstance(source, Shard):
-        rows = _exchange("all_gather_into_tensor", local, workers, group)
-        return rows.reshape(workers, *local.shape).movedim(0, source.dim).flatten(source.dim, source.dim + 1)
-    return _exchange("all_reduce", local, "sum", group)
-
-
-def _exchange(name: str, local: Tensor, *arguments: Any) -> Tensor:
-    found: Tensor = COLLECTIVES.wait_tensor(getattr(COLLECTIVES, name)(local.contiguous(), *arguments))
-    return found
+    moved = DTensor.from_local(tensor, mesh, [source], run_check=False).redistribute(placements=[target])
+    return moved.to_local(grad_placements=[gradient or target])
 
 
 @dataclass
