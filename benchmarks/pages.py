@@ -38,6 +38,7 @@ EXERCISES = {
     "cut/lora": ("cut_lora",),
     "cut": ("cut/tensor", "cut/mesh", "cut/context", "cut/recompute", "cut/pipeline"),
     "cut/mesh in fp32": ("cut/mesh_fp32",),
+    "chapter 8": ("course/deepspeed",),
 }
 """Sweeps of each table of exercises.md."""
 
@@ -86,6 +87,38 @@ def _metrics(record: dict[str, Any]) -> list[str]:
         (max(node["peak_mib"] for node in memory["cpu"]), "{:,.0f}"),
     )
     return [MISSING if value is None else form.format(value) for value, form in numbers]
+
+
+def bandwidth_table(sweep: str) -> str:
+    """Return the bus bandwidths of a preflight in GB/s, for every second size."""
+    (record,) = read_sweep(RESULTS / sweep)
+    found = record["preflight"]["measurements"]
+    operations = list(dict.fromkeys(one["operation"] for one in found))
+    speeds = {(one["bytes"], one["operation"]): one["busbw_gbps"] for one in found}
+    rows = [
+        [f"{size:,}", *(f"{speeds[size, operation]:,.2f}" for operation in operations)]
+        for size in sorted({one["bytes"] for one in found})[::2]
+    ]
+    return markdown(("bytes", *operations), rows, text=())
+
+
+def scores_table(sweep: str) -> str:
+    """Return the table of runs of fine-tuning: losses of the last epoch, scores, and the speed on one GPU."""
+    rows = []
+    for record in read_sweep(RESULTS / sweep):
+        metrics, shown = record["metrics"], ("model=", "dataset.targets=", "train.learning_rate=", "engine=")
+        numbers = (
+            (metrics["train_losses"][-1], "{:.4f}"),
+            (metrics["eval_losses"][-1], "{:.4f}"),
+            (metrics["exact_match"], "{:.1f}"),
+            (metrics["f1"], "{:.1f}"),
+            (metrics["train_samples_per_second"], "{:,.0f}"),
+            (max(gpu["peak_mib"] for gpu in record["memory"]["gpu"]), "{:,.0f}"),
+        )
+        name = " ".join(f"`{text}`" for text in record["run"]["overrides"] if text.startswith(shown))
+        rows.append([name, *(MISSING if value is None else form.format(value) for value, form in numbers)])
+    header = ("run", "train loss", "eval loss", "EM %", "F1 %", "samples/s", "GPU peak MiB")
+    return markdown(header, rows, text=(0,))
 
 
 def speed_table(name: str) -> str:
@@ -339,7 +372,11 @@ def tables(page: str) -> dict[str, str]:
     if page == "explain.md":
         return _all_files("explain_*.json", checks_table, parts_table)
     if page == "exercises.md":
-        return {title: exercise_table(sweeps) for title, sweeps in EXERCISES.items()}
+        course = {
+            "chapter 6": bandwidth_table("course/preflight"),
+            "chapter 7": scores_table("course/fine_tuning"),
+        }
+        return course | {title: exercise_table(sweeps) for title, sweeps in EXERCISES.items()}
     return {title: make(name) for title, (make, name) in TABLES[page].items()}
 
 
