@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from distexp.report.data.answer import build_tiles, headline, repeat_command
+from distexp.report.data.answer import build_tiles, headline, recommended, repeat_command
 from distexp.report.data.overview import Overview
 from distexp.report.data.rows import load_rows
 from distexp.report.figures import build_figures, count_leading
@@ -158,3 +158,23 @@ def test_the_answer_of_a_run_is_where_its_memory_goes(tmp_path: Path) -> None:
     assert [figure.name for figure in figures[: count_leading(overview, figures)]] == ["gpu_memory", "cpu_memory"]
     assert figures[0].finding == "GPU memory peaks in the train phase at 30,000 MiB"
     assert [tile.value for tile in build_tiles(overview)] == ["100.0 samples/s", "30,000 MiB", "20 s"]
+
+
+def test_runs_that_differ_in_the_optimization_are_compared_by_their_loss() -> None:
+    losses = {0.0: 1.1095, 0.003: 0.0214, 0.01: 0.5}
+    runs = [
+        record(n, train__learning_rate=rate, cluster__device="cuda", speed=100.0 - n) for n, rate in enumerate(losses)
+    ]
+    for run, loss in zip(runs, losses.values(), strict=True):
+        run.metrics.eval_loss = loss
+    overview = Overview.from_records(runs)
+    assert list(headline(overview)) == [
+        "Take learning_rate=0.003: it has the lowest evaluation loss, 0.0214. The next, learning_rate=0.01, has 0.5000."
+    ]
+    assert [group.label for group in recommended(overview)] == ["1"]
+    runs[2].metrics.eval_loss = 0.02141
+    overview = Overview.from_records(runs)
+    assert next(headline(overview)).startswith("Not decided: learning_rate=0.003 has the lowest evaluation loss")
+    assert not list(recommended(overview))
+    runs[0].config["train"]["micro_batch_size"] = 8
+    assert "loss" not in next(headline(Overview.from_records(runs))), "the speed depends on it, too"

@@ -32,6 +32,12 @@ MAX_TASKS = 4
 MAX_NAMED_SETTINGS = 2  # next to the strategy, in a short name
 SAME = 0.005  # relative difference that is none, if the noise is unknown
 SEVERAL = 10.0  # ratio from which no decimals are shown
+LOSS = "eval_loss"
+OPTIMIZATION = frozenset(
+    {"learning_rate", "weight_decay", "betas", "eps", "momentum", "gradient_clipping", "schedule", "step_size", "gamma"}
+    | {"warmup_steps"}
+)
+"""Settings that change what is learned. The time of a step does not depend on them."""
 
 
 @dataclass(frozen=True)
@@ -84,9 +90,15 @@ def differs(one: RunGroup, other: RunGroup, metric: str) -> bool:
 def recommended(overview: Overview) -> Iterator[RunGroup]:
     """Yield the run to take of each task: the fastest one, or of those that are equally fast the one with least memory.
 
-    Nothing is recommended of a single run, of one training on several sizes, or if speed and memory decide nothing.
+    If only the optimization varies, it is the run with the lowest evaluation loss. Nothing is recommended of a single
+    run, of one training on several sizes, or if these numbers decide nothing.
     """
     if is_scaling(overview):
+        return
+    if is_about_loss(overview):
+        for ranking in rank_by_metric(overview, LOSS, largest=False):
+            if len(ranking.ranked) > 1 and differs(ranking.best.group, ranking.ranked[1].group, LOSS):
+                yield ranking.best.group
         return
     memory = memory_metric(overview)
     for ranking in _speed_rankings(overview):
@@ -104,6 +116,12 @@ def is_scaling(overview: Overview) -> bool:
     """Return whether all completed runs are one training on several sizes."""
     completed = [group for group in overview.groups if group.completed]
     return any(series.has_several_sizes and len(series.points) == len(completed) for series in overview.series)
+
+
+def is_about_loss(overview: Overview) -> bool:
+    """Return whether only settings of the optimization vary, and losses of an evaluation can compare them."""
+    has_losses = sum(group.metric(LOSS) is not None for group in overview.groups) > 1
+    return has_losses and bool(overview.varied) and OPTIMIZATION.issuperset(overview.varied)
 
 
 def describe_scaling(series: Sequence[ScalingSeries]) -> str:
@@ -137,6 +155,9 @@ def headline(overview: Overview) -> Iterator[str]:
     if is_scaling(overview):
         yield from (f"{text}." for text in [describe_scaling(overview.series)] if text)
         return
+    if is_about_loss(overview):
+        yield from _describe_losses(overview)
+        return
     rankings, taken = _speed_rankings(overview), {group.task: group for group in recommended(overview)}
     for ranking in rankings:
         sentence = _compare(overview, ranking, taken.get(ranking.task))
@@ -153,6 +174,15 @@ def headline(overview: Overview) -> Iterator[str]:
         yield from _describe_only(overview, completed[0])
     if not completed:
         yield "No run completed."
+
+
+def _describe_losses(overview: Overview) -> Iterator[str]:
+    taken = [id(group) for group in recommended(overview)]
+    for ranking in rank_by_metric(overview, LOSS, largest=False):
+        if len(ranking.ranked) > 1:
+            best, following = ([short_name(overview, one.group), f"{one.value.mean:.4f}"] for one in ranking.ranked[:2])
+            start = f"Take {best[0]}: it" if id(ranking.best.group) in taken else f"Not decided: {best[0]}"
+            yield f"{start} has the lowest evaluation loss, {best[1]}. The next, {following[0]}, has {following[1]}."
 
 
 def _describe_only(overview: Overview, group: RunGroup) -> Iterator[str]:
