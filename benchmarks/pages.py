@@ -134,24 +134,21 @@ def loops_table(name: str) -> str:
     found = json.loads((RESULTS / name).read_text())
     rows = []
     for model in dict.fromkeys(one["model"] for one in found):
-        runs = {loop: [one for one in found if (one["model"], one["loop"]) == (model, loop)] for loop in LOOPS}
-        values = {
-            loop: {key: _median(ones, key) for key in ("samples_per_second", "peak_mib")} for loop, ones in runs.items()
-        }
+        runs = {loop: [one for one in found if (one["model"], _loop(one)) == (model, loop)] for loop in LOOPS}
+        theirs = {key: _median(runs["expert"], key) for key in ("samples_per_second", "peak_mib")}
         for loop, ones in runs.items():
-            speed, peak = values[loop].values()
-            ratios = [
-                f"{mine / theirs:.2f}" if loop == "ours" and mine and theirs else ""
-                for mine, theirs in zip(values["ours"].values(), values["expert"].values(), strict=True)
-            ]
+            if not ones:
+                continue
+            cells = []
+            for key, form in (("samples_per_second", "{:,.1f}"), ("peak_mib", "{:,.0f}")):
+                own, other = _median(ones, key), theirs[key]
+                ratio = f"{own / other:.2f}" if loop != "expert" and own and other else ""
+                cells += [form.format(own) if own else MISSING, ratio]
             walls = [f"{one['wall_s']:.0f}" if one["status"] == "completed" else "stopped" for one in ones]
             rows.append([
-                model if loop == "ours" else "",
+                model if ones is next(filter(None, runs.values())) else "",
                 LOOPS[loop],
-                f"{speed:,.1f}" if speed else MISSING,
-                ratios[0],
-                f"{peak:,.0f}" if peak else MISSING,
-                ratios[1],
+                *cells,
                 f"{100 * _median(ones, 'mfu'):.1f} %" if _median(ones, "mfu") else "",
                 walls[0],
                 *(walls[1:2] or [MISSING]),
@@ -159,7 +156,12 @@ def loops_table(name: str) -> str:
     return markdown(LOOPS_HEADER, rows, text=(0, 1))
 
 
-LOOPS = {"ours": "`kernels=fast`", "expert": "expert"}
+def _loop(run: dict[str, Any]) -> str:
+    return "budget" if BUDGET in run.get("overrides", ()) else str(run["loop"])
+
+
+BUDGET = "train.activation_budget=0.5"
+LOOPS = {"ours": "`kernels=fast`", "budget": f"`{BUDGET}`", "expert": "expert"}
 
 
 def _median(runs: Sequence[dict[str, Any]], key: str) -> float | None:
@@ -337,6 +339,7 @@ TABLES: dict[str, dict[str, tuple[Callable[[str], str], str]]] = {
     "any-model.md": {
         "loops": (loops_table, "any_model_h100.json"),
         "loops H200": (loops_table, "any_model_h200.json"),
+        "loops with a budget": (loops_table, "any_model_budget_h200.json"),
         "large batches": (sizes_table, "large_batches_h200.json"),
         "large batches, parts": (parts_table, "large_batches_h200.json"),
         "dense": (sizes_table, "dense_h200.json"),
