@@ -13,6 +13,9 @@ DROPOUT_ENDINGS = ("dropout", "pdrop", "dropout_prob", "dropout_p", "dropout_rat
 RANDOM_ENDINGS = (*DROPOUT_ENDINGS, "layerdrop", "drop_path_rate", "drop_rate", "drop_connect_rate", "jitter_noise")
 """Ends of the names of dropout rates in configurations of transformers, and of all that make a training random."""
 
+HEADS = ("classifier_", "summary_")
+"""Starts of the names of rates of a classification head. It has modules with them, and a causal LM has no such head."""
+
 FIXED = {"phimoe": "router_jitter_noise"}
 """Rates that also decide what a type of model computes in an evaluation. They stay as they are."""
 
@@ -36,7 +39,8 @@ def dropout_rates(model: nn.Module, *, configured: bool = True) -> dict[str, flo
     found = [getattr(module, "config", None) for module in model.modules()] if configured else []
     for settings in {id(one): one for one in found if one is own or hasattr(one, "sub_configs")}.values():
         values = vars(settings) if hasattr(settings, "__dict__") else {}
-        rates |= {name: rate for name, rate in values.items() if name.endswith(RANDOM_ENDINGS) and rate}
+        named = {name: rate for name, rate in values.items() if name.endswith(RANDOM_ENDINGS)}
+        rates |= {name: rate for name, rate in named.items() if rate and not name.startswith(HEADS)}
     return {name: rate for name, rate in rates.items() if type(rate) in (int, float) and rate > 0}
 
 

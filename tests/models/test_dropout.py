@@ -54,6 +54,15 @@ def test_a_rate_of_a_part_counts_if_the_part_is_built() -> None:
         check_layerdrop(model)
 
 
+def test_a_rate_of_a_classification_head_counts_if_the_head_is_built() -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification
+
+    sizes = {"hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1, "intermediate_size": 16}
+    config = AutoConfig.for_model("gpt_neox", vocab_size=32, classifier_dropout=0.1, **sizes)
+    assert largest_dropout(AutoModelForCausalLM.from_config(config)) == 0
+    assert largest_dropout(AutoModelForTokenClassification.from_config(config)) == 0.1
+
+
 def test_a_part_that_is_called_module_hides_no_other_part() -> None:
     model = Wrapper(nn.Linear(2, 2))
     model.before = nn.Dropout(0.3)
