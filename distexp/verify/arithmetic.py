@@ -36,6 +36,24 @@ PASSES = 16
 """Repetitions of a forward pass that draws random numbers. One may draw the same, such as which layers to skip."""
 
 
+KINKS = (nn.ReLU, nn.ReLU6, nn.LeakyReLU)
+
+
+def make_smooth(model: nn.Module) -> None:
+    """Replace ReLU by GELU and max pooling by average pooling in all modules.
+
+    Rounding can change the sign of a value near zero, or which of two values is the maximum. Then gradients differ by
+    far more than by rounding, and no second reference shows by how much, because it has other such values.
+    """
+    for parent in model.modules():
+        for name, child in parent._modules.items():
+            if type(child) in KINKS:
+                parent._modules[name] = nn.GELU()
+            elif isinstance(child, nn.MaxPool1d | nn.MaxPool2d) and child.dilation == 1 and not child.return_indices:
+                pool: Any = nn.AvgPool1d if isinstance(child, nn.MaxPool1d) else nn.AvgPool2d
+                parent._modules[name] = pool(child.kernel_size, child.stride, child.padding, ceil_mode=child.ceil_mode)
+
+
 class RepeatCheck:
     """Check of the forward passes of a training: one raises ConfigError if repetitions of it have other results.
 

@@ -44,8 +44,8 @@ CLOSE = {"fp32": 2e-3, "bf16": 3e-2, "fp16": 3e-2}
 
 
 AMPLIFIED = (
-    ", or rounding changed a ReLU or a maximum, which batch norms amplify. In large models this happens with most "
-    "seeds, so verify the strategy with model=resnet_tiny"
+    ", or rounding changed a ReLU or a maximum that is a function, which batch norms amplify. In large models this "
+    "happens with most seeds, so verify the strategy with model=resnet_tiny"
 )
 """Another cause of gradients that differ if a model has batch norms. The noise run may not have such a change."""
 
@@ -199,7 +199,7 @@ class Explanation:
             rounded = f"the gradients of {where} differ by {first.error:.1e} from those of single, as by rounding"
             text = f"{rounded}: they are computed, added or reduced with fewer bits"
             if first.step > 1:  # Fewer bits would already change the first step.
-                text += ", or rounding changed a ReLU or a maximum. Step 1 agrees, so repeat it with train.seed=7"
+                text += ", or rounding changed a ReLU that is a function. Step 1 agrees, so repeat it with train.seed=7"
             elif first.detail.get("has_batch_norms"):
                 text += AMPLIFIED
             return None if self._has("loss", first.step) else Cause("rounded", text)

@@ -42,6 +42,7 @@ from distexp.system.processes import die_with_parent, end_at_once
 from distexp.system.units import MIB
 from distexp.training import build, watchers
 from distexp.training.inputs import StepPlan, TrainingInputs
+from distexp.verify.arithmetic import make_smooth
 from distexp.verify.comparison import Comparison, Recording, compare_resumed, error_share, rank_file
 from distexp.verify.diagnosis import Finding, diagnose, first_finding
 from distexp.verify.phases import DIFFERENT, EQUAL, JOB, NOT_COMPARABLE, RunSettings
@@ -216,8 +217,9 @@ def load_data(config: Config, context: Context) -> TaskData:
 
 
 def make_blueprint(config: Config, data: TaskData, context: Context, settings: RunSettings) -> Blueprint:
-    """Return the model of a run. In the phase of frozen parameters, its largest one in a block is not trained."""
+    """Return the model of a run, without kinks. In the phase of frozen parameters, a large one is not trained."""
     blueprint = build.build_model(config, data, context)
+    make_smooth(blueprint.model)
     if settings.frozen:
         parameters = list(blueprint.model.parameters())
         parameters[len(parameters) // 2].requires_grad_(False)

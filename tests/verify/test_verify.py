@@ -280,6 +280,23 @@ def test_batch_norms_may_have_amplified_rounding(residual: float) -> None:
         assert "probably wrong" not in sentence or not has_batch_norms
 
 
+def test_modules_with_kinks_become_smooth_and_keep_their_shapes() -> None:
+    import torch
+    from torch import nn
+
+    from distexp.verify.arithmetic import make_smooth
+
+    shared = nn.ReLU(inplace=True)
+    pools = [nn.MaxPool2d(3, stride=2, padding=1, ceil_mode=True), nn.MaxPool2d(2, dilation=2)]
+    model = nn.Sequential(nn.Sequential(shared, pools[0]), shared, nn.LeakyReLU(), pools[1])
+    images = torch.linspace(-1, 1, 2 * 3 * 16 * 16).view(2, 3, 16, 16)
+    shape = model(images.clone()).shape
+    make_smooth(model)
+    assert model(images).shape == shape
+    found = [type(each) for each in model.modules() if not isinstance(each, nn.Sequential)]
+    assert found == [nn.GELU, nn.AvgPool2d, nn.GELU, nn.GELU, nn.MaxPool2d], "an average has no dilation"
+
+
 COMPARES_AND_FORKS = """
 import os, torch
 from distexp.verify import workers
