@@ -178,7 +178,7 @@ def summarize(folder: Path) -> str:
 def read_ended_runs(folder: Path) -> FolderStates:
     """Return the states of the runs of one sweep, or of one run.
 
-    Raise ConfigError if the folder is neither of them, or a link to one, or if a run has not ended.
+    Raise ConfigError if the folder is neither of them, or a link to one, or if a run or its command has not ended.
     """
     shown = printable(str(folder))
     if folder.is_symlink():
@@ -195,6 +195,11 @@ def read_ended_runs(folder: Path) -> FolderStates:
         runs = f"{format_runs([run.number for run in active])} {active[0].state}"
         command = suggest_command("cancel" if (folder / COMMAND).is_file() else "status", folder)
         raise ConfigError(f"{shown}: {runs}. Wait for the end, or type {command} first")
+    if attempts.is_locked(folder):  # between two runs, and if the command has no runs, as distexp verify
+        raise ConfigError(
+            f"{shown}: its command is running. Wait for the end with {suggest_command('status', folder)} --watch, or "
+            "end the command with Ctrl-C first"
+        )
     return found
 
 

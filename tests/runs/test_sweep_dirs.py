@@ -77,7 +77,7 @@ def test_a_verification_is_no_sweep(
         assert main(["rm", "--yes", folder]) == 2
     shown = capsys.readouterr()
     assert shown.out.startswith("running\n")
-    assert f"runs the sweep in {folder}" in shown.err
+    assert f"{folder}: its command is running" in shown.err
 
 
 def test_without_a_training_there_is_no_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
