@@ -516,6 +516,7 @@ def test_a_sweep_over_strategies_with_an_option_of_one_gets_a_hint(
         "strategy=glob(*) zero_stage=2",
         "zero_stage=1,2",
         "strategy=single,ddp cluster.workers_per_node=1",
+        "strategy=single,ddp cluster.workers_per_node=null,1",
         "strategy=ddp,fsdp cluster.workers_per_node=2",
     ],
 )
