@@ -75,6 +75,8 @@ def test_a_verification_is_no_sweep(
     with attempts.sweep_lock(path.parent):
         assert main(["status", folder]) == 0
         assert main(["rm", "--yes", folder]) == 2
+        with pytest.raises(ConfigError, match="end it with Ctrl-C, or choose"), attempts.sweep_lock(path.parent):
+            pass
     shown = capsys.readouterr()
     assert shown.out.startswith("running\n")
     assert f"{folder}: its command is running" in shown.err
