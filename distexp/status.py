@@ -80,7 +80,8 @@ class FolderStates:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the state of every run.
 
-    Return 0, or 2 if the directory is not a sweep; with --watch the exit code of the sweep, or 130 after Ctrl-C.
+    Return 0, or 2 if the directory is not a sweep; with --watch the exit code of the sweep or verification, or 130
+    after Ctrl-C.
     """
     parser = CommandParser(prog="distexp status", description="Show the state of every run of a sweep.")
     parser.add_argument("directory", type=Path, metavar="DIR", nargs="?", help=DIRECTORY_HELP)
@@ -93,6 +94,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             time.sleep(FAST_POLL_S)
         for line in (summarize(directory), *sorted(directory.glob(f"*/{PROOF_PAGE}"))):
             print_text(str(line))
+        results = set(_results_of(directory))
+        if options.watch and results != {"equal"}:
+            return 1 if "different" in results else 2
         return 0
     found = read_folder(directory)
     if not found.runs:
@@ -165,13 +169,18 @@ def is_verification(folder: Path) -> bool:
     return bool(read_or_none(folder / COMMAND, "command") == Command.VERIFY)
 
 
+def _results_of(folder: Path) -> list[str]:
+    """Return the result of each proof of a verification: equal, different or not comparable."""
+    return [str(read_or_none(file, "status")) for file in folder.glob(f"*/{PROOF}")]
+
+
 def summarize(folder: Path) -> str:
     """Count the runs of each state; for ``distexp verify``, the strategies that are equal or different."""
     if not is_verification(folder):
         return count_states(read_folder(folder).runs) or "no run"
     if attempts.is_locked(folder):
         return "running"
-    found = Counter(str(read_or_none(file, "status")) for file in folder.glob(f"*/{PROOF}"))
+    found = Counter(_results_of(folder))
     return ", ".join(f"{count} {status}" for status, count in found.items()) or "no result"
 
 

@@ -72,6 +72,10 @@ def test_a_verification_is_no_sweep(
         assert re.search(f"^{line}$", shown.out, re.MULTILINE), shown
     assert main(["cancel", folder]) == 2
     assert f"{folder} belongs to distexp verify and has no runs: distexp status {folder}" in capsys.readouterr().err
+    for status, code in (("not comparable", 2), ("equal", 0), ("different", 1)):
+        (path.parent / "0/proof.json").write_text(json.dumps({"status": status}))
+        assert (main(["status", folder, "--watch"]), main(["status", folder])) == (code, 0)
+    capsys.readouterr()
     with attempts.sweep_lock(path.parent):
         assert main(["status", folder]) == 0
         assert main(["rm", "--yes", folder]) == 2
