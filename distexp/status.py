@@ -80,7 +80,8 @@ class FolderStates:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the state of every run.
 
-    Return 0, or 2 if the directory is not a sweep; with --watch the exit code of the sweep, or 130 after Ctrl-C.
+    Return 0, or 2 if the directory is not a sweep; with --watch the exit code of the sweep or verification, or 130
+    after Ctrl-C.
     """
     parser = CommandParser(prog="distexp status", description="Show the state of every run of a sweep.")
     parser.add_argument("directory", type=Path, metavar="DIR", nargs="?", help=DIRECTORY_HELP)
@@ -93,6 +94,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             time.sleep(FAST_POLL_S)
         for line in (summarize(directory), *sorted(directory.glob(f"*/{PROOF_PAGE}"))):
             print_text(str(line))
+        results = set(_results_of(directory))
+        if options.watch and results != {"equal"}:
+            return 1 if "different" in results else 2
         return 0
     found = read_folder(directory)
     if not found.runs:
@@ -165,20 +169,25 @@ def is_verification(folder: Path) -> bool:
     return bool(read_or_none(folder / COMMAND, "command") == Command.VERIFY)
 
 
+def _results_of(folder: Path) -> list[str]:
+    """Return the result of each proof of a verification: equal, different or not comparable."""
+    return [str(read_or_none(file, "status")) for file in folder.glob(f"*/{PROOF}")]
+
+
 def summarize(folder: Path) -> str:
     """Count the runs of each state; for ``distexp verify``, the strategies that are equal or different."""
     if not is_verification(folder):
         return count_states(read_folder(folder).runs) or "no run"
     if attempts.is_locked(folder):
         return "running"
-    found = Counter(str(read_or_none(file, "status")) for file in folder.glob(f"*/{PROOF}"))
+    found = Counter(_results_of(folder))
     return ", ".join(f"{count} {status}" for status, count in found.items()) or "no result"
 
 
 def read_ended_runs(folder: Path) -> FolderStates:
     """Return the states of the runs of one sweep, or of one run.
 
-    Raise ConfigError if the folder is neither of them, or a link to one, or if a run has not ended.
+    Raise ConfigError if the folder is neither of them, or a link to one, or if a run or its command has not ended.
     """
     shown = printable(str(folder))
     if folder.is_symlink():
@@ -195,6 +204,11 @@ def read_ended_runs(folder: Path) -> FolderStates:
         runs = f"{format_runs([run.number for run in active])} {active[0].state}"
         command = suggest_command("cancel" if (folder / COMMAND).is_file() else "status", folder)
         raise ConfigError(f"{shown}: {runs}. Wait for the end, or type {command} first")
+    if attempts.is_locked(folder):  # between two runs, and if the command has no runs, as distexp verify
+        raise ConfigError(
+            f"{shown}: its command is running. Wait for the end with {suggest_command('status', folder)} --watch, or "
+            "end the command with Ctrl-C first"
+        )
     return found
 
 

@@ -112,6 +112,10 @@ def test_a_running_run_and_other_folders_are_refused(
     for folder, text in texts.items():
         assert main([*command, folder]) == 2
         assert capsys.readouterr().err == f"distexp: {text}\n"
+    shutil.rmtree(running)
+    with attempts.sweep_lock(sweep):  # also that of distexp verify, which has no runs
+        assert main([*command, "sweep"]) == 2
+    assert "sweep: its command is running. Wait for the end with distexp status sweep" in capsys.readouterr().err
     assert {path.name for path in Path().iterdir()} == {"sweep", "notes", "link"}
 
 

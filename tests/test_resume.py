@@ -162,14 +162,24 @@ def test_a_single_run_whose_data_have_changed_is_not_resumed(
         f"distexp: {tmp_path}/run contains a single run (hydra.run.dir), and the content of dataset.path={data} or its "
         "configuration has changed since: undo the change to continue it, or start the new run in another directory\n"
     )
-    for hint in ("another directory", f"Add train.resume={tmp_path}/run to start it from the last checkpoint"):
-        assert cli(["resume", "run", "train.seed=3"]) == 2
-        message = capsys.readouterr().err
-        assert hint in message
-        assert ("train.resume" in message) == ("train.resume" in hint), "there is no checkpoint at first"
-        (tmp_path / "run/checkpoints/step-00000001").mkdir(parents=True, exist_ok=True)
-    assert cli(["resume", "run"]) == 2
-    assert "train.resume" not in capsys.readouterr().err, "other data may have other steps"
+    changed = data.read_text()
+    (tmp_path / "run/checkpoints/step-00000001").mkdir(parents=True)
+    cases = [
+        ("train.seed=3", False),
+        ("train.optimizer=sgd", True),
+        ("train.max_steps=1", True),
+        ("model=bloom_tiny", True),
+    ]
+    for new, is_unfit in [*cases, ("", True)]:
+        for text in (changed, "one line\n\n" * 20)[: 2 if new else 1]:
+            data.write_text(text)
+            fingerprint.cache_clear()
+            assert cli(["resume", "run", *new.split()]) == 2
+            is_offered = f"Add train.resume={tmp_path}/run to start it from the last" in capsys.readouterr().err
+            assert is_offered == (text != changed and not is_unfit), (new, "other data may have other steps")
+    (tmp_path / "run/checkpoints/step-00000001").rmdir()
+    assert cli(["resume", "run", "train.seed=3"]) == 2
+    assert "train.resume" not in capsys.readouterr().err
 
 
 def test_a_new_override_replaces_the_original_one() -> None:

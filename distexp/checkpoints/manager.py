@@ -149,7 +149,7 @@ class CheckpointManager:
         if wrong:
             raise ConfigError(
                 f"train.resume={self.train.resume} is a checkpoint of a different training ({'; '.join(wrong)}): "
-                "make them equal, or load only the weights with model.init=pretrained"
+                "make them equal, or leave train.resume out"
             )
         if saved.step > self.logger.plan.total_steps:
             raise ConfigError(

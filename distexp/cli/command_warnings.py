@@ -138,10 +138,10 @@ def _implying_options(by_key: Mapping[str, Override]) -> dict[str, str]:
 
 
 def _worker_counts(by_key: Mapping[str, Override]) -> list[_WorkerCount]:
-    """Return the keys of the number of workers that have values other than 1."""
+    """Return the keys of the number of workers that have values other than 1, and null: the strategy decides that."""
     found = []
     for key in (key for key in ("cluster.nodes", "cluster.workers_per_node") if key in by_key):
-        if several := [value for value in _values(by_key[key]) if value != "1"]:
+        if several := [value for value in _values(by_key[key]) if value not in ("1", str(None))]:
             found.append(_WorkerCount(key, str(by_key[key].input_line), f"{key}={','.join(several)}"))
     return found
 

@@ -108,7 +108,8 @@ def _check_run_dir(master: DictConfig) -> None:
     typed = cast(list[str], OmegaConf.to_container(master.hydra.overrides.hydra))  # does not resolve ${...}
     chosen = cast(dict[str, str], OmegaConf.to_container(master.hydra.run))["dir"]
     if chosen != RUN_DIR and not sets_key(typed, "hydra.sweep.dir"):
-        override = shell_quote(sweep_dir_override(Path(chosen), "hydra.run.dir"))
+        fixed = "DIR" if "${" in chosen else chosen  # A command line cannot use all references of a file.
+        override = shell_quote(sweep_dir_override(Path(fixed), "hydra.run.dir"))
         raise ConfigError(
             f"hydra.run.dir={chosen} has no effect in a file: set hydra.sweep.dir there, or type {override} for a "
             "single run"

@@ -46,6 +46,9 @@ NEEDS_QUOTES = frozenset("!#&'();<=>^`~")
 FUNCTION = re.compile(r"((?:choice|glob|shuffle|sort)\()?(.*?)((?(1)\)))", re.DOTALL)
 """A value, or the values inside a function of Hydra."""
 
+ARGUMENT = re.compile(r"(list|reverse|include|exclude) *=")
+"""The start of a named argument of such a function."""
+
 NO_DIRECTORY = frozenset({errno.EEXIST, errno.ENOTDIR, errno.ENAMETOOLONG})
 """Numbers of the errors of a path at which no directory can be made."""
 
@@ -203,10 +206,13 @@ def _explain_syntax(override: str, reason: str) -> str:
 def _quote_values(value: str) -> str | None:
     """Return a value, or each of a sweep, in the quotes that it needs; None if quotes are not what is missing."""
     start, values, end = FUNCTION.fullmatch(value).groups("")  # type: ignore[union-attr]
-    parts = [values] if os.path.exists(values) else values.split(",")
+    # Hydra drops the spaces around a value without quotes.
+    parts = [values] if os.path.exists(values) else [part.strip() for part in values.split(",")]
     if set('"[]{}') & set(value) or any(part.startswith("'") for part in parts):
         return None
-    quoted = [quote_for_hydra(part) if NEEDS_QUOTES & set(part) or not part.isascii() else part for part in parts]
+    named = {part for part in parts if start and ARGUMENT.match(part)}
+    odd = {part for part in parts if NEEDS_QUOTES & set(part) or not part.isascii()} - named
+    quoted = [quote_for_hydra(part) if part in odd else part for part in parts]
     return None if quoted == parts else f"{start}{','.join(quoted)}{end}"
 
 

@@ -129,6 +129,14 @@ def named_vocabulary(architecture: Mapping[str, Any]) -> int | None:
     return size if isinstance(size, int) else None
 
 
+def vocabulary_key(model: ModelConfig) -> str:
+    """Return the key that sets the size of the vocabulary, or its place in the config.json of the model."""
+    if "vocab_size" in model.options:
+        return "model.options.vocab_size"
+    is_read = model.vocab_size is None and names_source(model) and MODEL_TYPE not in model.options
+    return "vocab_size in its config.json" if is_read else "model.vocab_size"
+
+
 def architecture_errors(model: ModelConfig) -> Iterator[str]:
     """Yield an error for each size of a model of transformers that no model has, without importing transformers."""
     found = architecture_of(model)

@@ -176,7 +176,8 @@ def load_tokenizer(model: ModelConfig, texts: Iterable[str]) -> Tokenizer:
         name = model_checks.weights_source(model) if model_checks.loads_from_source(model) else "byte"
     if name == "byte" or name is None:
         special = (PAD, EOS, MASK) if model.task == "masked_lm" else (PAD, EOS)
-        return train_byte_tokenizer(texts, model.vocab_size or min(DEFAULT_VOCAB_SIZE, _embeddings(model)), special)
+        size = model.vocab_size or min(DEFAULT_VOCAB_SIZE, _embeddings(model))
+        return train_byte_tokenizer(texts, size, special, key=model_checks.vocabulary_key(model))
     return HuggingFaceTokenizer(name)
 
 
@@ -186,12 +187,17 @@ def _embeddings(model: ModelConfig) -> int:
     return model_checks.named_vocabulary(found) or DEFAULT_VOCAB_SIZE
 
 
-def train_byte_tokenizer(texts: Iterable[str], max_size: int, special: tuple[str, ...] = (PAD, EOS)) -> ByteTokenizer:
-    """Train a byte-level BPE of at most ``max_size`` entries, or read it. Raise ConfigError if that is too small."""
+def train_byte_tokenizer(
+    texts: Iterable[str], max_size: int, special: tuple[str, ...] = (PAD, EOS), *, key: str = "model.vocab_size"
+) -> ByteTokenizer:
+    """Train a byte-level BPE of at most ``max_size`` entries, or read it. Raise ConfigError if that is too small.
+
+    ``key`` is what sets the size, for the message.
+    """
     if max_size < (least := 256 + len(special)):
         raise ConfigError(
             f"a vocabulary of {max_size} is too small for model.tokenizer=byte, which has all 256 bytes and "
-            f"{len(special)} special tokens: set model.vocab_size, or that of config.json, to at least {least}"
+            f"{len(special)} special tokens: set {key} to at least {least}"
         )
     corpus = list(texts)
     digest = _digest("\x1e".join(corpus))

@@ -3,7 +3,8 @@
 import os
 import socket
 import time
-from contextlib import nullcontext, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
@@ -102,17 +103,31 @@ def join(spec: RunSpec, run_dir: Path, store: Store | None = None, *, overhead_m
     if store is None:
         wait_for_rank_0(spec)
     # gloo is needed on GPUs too, for tensors that are offloaded to the CPU.
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-        timeout=timeout,
-        device_id=device if device.type == "cuda" else None,
-        store=store,
-        rank=-1 if store is None else rank,
-        world_size=-1 if store is None else world_size,
-    )
+    with _transport_named():
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+            timeout=timeout,
+            device_id=device if device.type == "cuda" else None,
+            store=store,
+            rank=-1 if store is None else rank,
+            world_size=-1 if store is None else world_size,
+        )
     nodes, parallel = world_size // per_node, spec.config.parallel
     degrees = (parallel.tensor, parallel.context, parallel.pipeline)
     return Context(rank, world_size, local_rank, per_node, nodes, device, run_dir, *degrees)
+
+
+@contextmanager
+def _transport_named() -> Iterator[None]:
+    """Raise ConfigError if the process group fails because of GLOO_DEVICE_TRANSPORT, which torch does not name."""
+    try:
+        yield
+    except RuntimeError as error:
+        value = os.environ.get("GLOO_DEVICE_TRANSPORT")
+        if value is None or "unsupported gloo device" not in str(error):
+            raise
+        message = f"GLOO_DEVICE_TRANSPORT={value} is not supported by torch here: unset it, or use TCP"
+        raise ConfigError(message) from error
 
 
 def collective_timeout(hang_timeout_min: float) -> timedelta:

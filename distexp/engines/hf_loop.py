@@ -79,7 +79,9 @@ class DistexpTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
 
     def _loss(self, outputs: Any, labels: Tensor, num_items_in_batch: Tensor) -> Tensor:
         """Return this rank's part of the mean loss. The Trainer corrects for the averaging of gradients over ranks."""
-        batch = Batch({}, labels, num_samples=0, num_targets=0, num_tokens=0)  # loss_sum reads only the labels
+        assert self.step is not None, "the Trainer fetches a step first"
+        inputs = self.step.micro_batches[len(self.contributions)].inputs
+        batch = Batch(inputs, labels, num_samples=0, num_targets=0, num_tokens=0)  # loss_sum reads no counts
         loss = loss_sum(self.task, outputs, batch) / num_items_in_batch
         self.contributions.append(partial_metrics(self.task, outputs, batch, loss, num_items_in_batch))
         return loss

@@ -37,8 +37,9 @@ from distexp.config.overrides import (
 from distexp.guard.config_files import check_files, remember_file
 from distexp.launch.outcome import invalid_record
 from distexp.resolve import without_hydra
+from distexp.resolve.run_id import fits_checkpoint
 from distexp.runs import attempts, texts
-from distexp.runs.record import ExistingRun, ExistingRuns, RunRecord, unmatched_message
+from distexp.runs.record import ExistingRun, ExistingRuns, RunRecord, RunSpec, unmatched_message
 from distexp.runs.record_sections import RunInfo
 from distexp.runs.run_dir import ATTEMPT_FILES, CHECKPOINTS, COMMAND, HYDRA, LEDGER, MULTIRUN, PREDICTED, RECORD, SPEC
 from distexp.system import files, typed_values
@@ -184,13 +185,15 @@ def _taken_message(directory: Path, sweep_dir: Path, resumed: Cell | None) -> st
     if resumed is not None:
         found = [run.overrides for run in ExistingRuns.read(directory).runs if run.directory == directory.absolute()]
         cause, hint = "the new overrides define a different run", "resume without them"
-        has_checkpoint = any((directory / CHECKPOINTS).glob("step-*"))
         if found == [_overrides_of(resumed)]:
             content = [f"the content of {join_first(paths)} or "] if (paths := _local_paths(resumed.config)) else []
             cause, hint = f"{''.join(content)}its configuration has changed since", "undo the change to continue it"
-            has_checkpoint = False  # Other data may have another number of steps, which a checkpoint does not fit.
         resume = copyable_overrides(f"train.resume={directory}")
-        more = f". Add {resume} to start it from the last checkpoint of this run" if has_checkpoint else ""
+        more = (
+            f". Add {resume} to start it from the last checkpoint of this run"
+            if _has_checkpoint_for(resumed.config, directory)
+            else ""
+        )
         return (
             f"{directory} contains a single run ({key}), and {cause}: {hint}, or start the new run in another "
             f"directory{more}"
@@ -199,6 +202,16 @@ def _taken_message(directory: Path, sweep_dir: Path, resumed: Cell | None) -> st
         f"{key}={value} contains a run already: choose another directory, or resume that run with "
         f"{suggest_command('resume', sweep_dir.absolute())}"
     )
+
+
+def _has_checkpoint_for(config: Config | None, directory: Path) -> bool:
+    """Return whether a run has a checkpoint from which a training with another configuration can start."""
+    if config is None or not any((directory / CHECKPOINTS).glob("step-*")):
+        return False
+    with suppress(OSError, ValueError):  # The spec is missing or damaged.
+        spec = RunSpec.read(directory)
+        return fits_checkpoint(config, spec.config, spec.run.id)
+    return False
 
 
 def _local_paths(config: Config | None) -> list[str]:

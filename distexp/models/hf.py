@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from distexp.config import ConfigError, ModelConfig
-from distexp.config.model_checks import MODEL_TYPE, architecture_of, causality_error, validate_model
+from distexp.config.model_checks import MODEL_TYPE, architecture_of, causality_error, validate_model, vocabulary_key
 from distexp.data.base import TaskData
 from distexp.exceptions import first_line
 from distexp.models import task_models
@@ -74,8 +74,8 @@ def _read_config(model: ModelConfig, num_classes: int) -> Any:
     if model.traits.has_classes:
         config.num_labels = num_classes
     elif num_classes > (rows := config.get_text_config().vocab_size):
-        is_own = model.tokenizer == "auto"
-        hint = "correct vocab_size in its config.json" if is_own else "model.tokenizer=auto for the model's own"
+        own, key = "model.tokenizer=auto for the model's own", vocabulary_key(model)
+        hint = f"correct {key}" if model.tokenizer == "auto" or key.startswith("model.") else own
         raise ConfigError(
             f"the tokenizer has {num_classes} entries, more than the {rows} embeddings of "
             f"model.name={model.name}: use a smaller tokenizer, or {hint}"

@@ -13,7 +13,7 @@ from torch.nn import functional
 from distexp.config import ConfigError
 from distexp.config.custom_code import PAGE, describe_type
 from distexp.config.tasks import task_of
-from distexp.data.base import IGNORE, Batch, TokenSlice
+from distexp.data.base import IGNORE, TARGET_LABELS, Batch, TokenSlice
 
 LOSS_SUM = "loss_sum"
 """Key of the loss in the outputs of a model that computes it, summed over the targets: with ``train.loss=own``, or in
@@ -57,11 +57,15 @@ def cross_entropy_sum(task: str, outputs: Any, batch: Batch, entropy: Entropy = 
 
     The logits, also as an attribute, have the shape (batch, length, vocabulary or classes), or (batch, classes). For
     causal_lm those at a position predict the next label. A dict has the loss as LOSS_SUM. Labels with the value IGNORE
-    do not count. Raise ValueError for an unknown task.
+    do not count. Raise ValueError for an unknown task, and ConfigError if a model that got the labels returns no loss.
     """
-    if isinstance(outputs, dict) and LOSS_SUM in outputs:
-        loss: Tensor = outputs[LOSS_SUM]
+    if isinstance(outputs, dict) and isinstance(loss := outputs.get(LOSS_SUM), Tensor) and not loss.dim():
         return loss
+    if TARGET_LABELS in batch.inputs or (isinstance(outputs, dict) and LOSS_SUM in outputs):
+        raise ConfigError(
+            f"train.loss=own: forward() of the model got target_labels and returned {describe_type(outputs)}: return "
+            f'{{"{LOSS_SUM}": loss}} with a scalar tensor, the sum over the targets and not their mean, as in {PAGE}'
+        )
     logits, labels = _align(task, outputs, batch)
     return sharded_cross_entropy(logits, labels) if isinstance(logits, DTensor) else entropy(logits, labels)
 

@@ -3,6 +3,7 @@
 import glob
 import hashlib
 import json
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -46,6 +47,24 @@ VERIFY_SETS = {
     "model": ("dropout",),
 }
 """Keys that ``distexp verify`` sets, so that its proof holds for each of their values."""
+
+
+RESUMED_KEYS = (
+    *("learning_rate", "schedule", "warmup_steps", "step_size", "gamma", "weight_decay", "gradient_clipping", "seed"),
+    *("num_epochs", "max_steps", "evaluate", "eval_batch_size", "log_every", "save_model"),
+)
+"""Keys of ``train`` that may differ from those of a checkpoint."""
+
+
+def fits_checkpoint(config: Config, saved: Config, saved_id: str) -> bool:
+    """Return whether ``train.resume`` certainly takes a checkpoint of a training with the id ``saved_id``."""
+    if run_id(saved) != saved_id:  # Its data have changed, so its steps may be others.
+        return False
+    new, old = map(_training_settings, (config, saved))
+    limits = [(train.max_steps or math.inf, train.num_epochs) for train in (config.train, saved.train)]
+    for settings in (new, old):
+        settings["train"] = {key: each for key, each in settings["train"].items() if key not in RESUMED_KEYS}
+    return new == old and all(limit >= before for limit, before in zip(*limits, strict=True))
 
 
 def proof_file(config: Config, arithmetic: Sequence[str]) -> Path:

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from distexp.config import ConfigError
+from distexp.config import Command, ConfigError
 from distexp.config.overrides import suggest_command
 from distexp.runs import events
 from distexp.runs import run_dir as names
@@ -225,10 +225,11 @@ def sweep_lock(sweep_dir: Path) -> Iterator[None]:
     """Hold the lock of a sweep directory during the block. Raise ConfigError if another command holds it."""
     with _locked(sweep_dir / names.SWEEP_LOCK) as owner:
         if owner is not None:
+            has_runs = files.read_or_none(sweep_dir / names.COMMAND, "command") != Command.VERIFY
+            end = f"'{suggest_command('cancel', sweep_dir)}'" if has_runs else "Ctrl-C"
             raise ConfigError(
                 f"{owner} runs the sweep in {sweep_dir}: follow it with '{suggest_command('status', sweep_dir)} "
-                f"--watch', end it with '{suggest_command('cancel', sweep_dir)}', or choose another directory with "
-                f"{names.directory_key(sweep_dir)}=DIR"
+                f"--watch', end it with {end}, or choose another directory with {names.directory_key(sweep_dir)}=DIR"
             )
         yield
 

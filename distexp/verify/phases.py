@@ -7,6 +7,7 @@ reference with another order of summation; and the *variant*, the configuration 
 from __future__ import annotations
 
 import hashlib
+import shutil
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -21,7 +22,7 @@ from distexp.plan.plan_table import replace_overrides
 from distexp.resolve.run_id import run_id
 from distexp.runs.record import RunSpec
 from distexp.runs.record_sections import RunInfo
-from distexp.runs.run_dir import CHECKPOINTS, PHASE_SETTINGS
+from distexp.runs.run_dir import CHECKPOINTS, PHASE_SETTINGS, PROOF
 from distexp.strategies.single import REFERENCE
 from distexp.strategies.zero.ds_config import copy_without_varied
 from distexp.system.files import read_json, write_json
@@ -149,8 +150,9 @@ class PlannedVariant:
 
 
 def plan_variant(cell: Cell, label: str, directory: Path, make: MakeCell, *, quick: bool) -> PlannedVariant:
-    """Compose the runs of all phases of a cell, and write their directories."""
+    """Compose the runs of all phases of a cell, and write their directories. Remove an earlier proof."""
     assert cell.config is not None, "an invalid cell is not planned"
+    (directory / PROOF).unlink(missing_ok=True)
     variant = PlannedVariant(label, cell.config, command_of(cell, quick=quick), directory)
     for phase in phases_of(cell.config, quick=quick):
         _plan_phase(variant, phase, cell, make)
@@ -250,17 +252,24 @@ def _write_run(cell: Cell, settings: RunSettings, directory: Path) -> Path:
         content = repr((run_id(cell.config), cell.config.train.micro_batch_size, sorted(asdict(settings).items())))
         digest = hashlib.sha256(content.encode()).hexdigest()[:10]
         target = directory.parent / "single" / f"{settings.phase}-{settings.role}-{digest}"
-    target.mkdir(parents=True, exist_ok=True)
+    _make_empty(target)
     info = RunInfo(id=cell.id, name=cell.config.name, number=0, overrides=cell.overrides)
     RunSpec(cell.config, info).write(target)
     write_json(target / PHASE_SETTINGS, asdict(settings))
     return target
 
 
+def _make_empty(directory: Path) -> None:
+    """Create the directory of a run. Remove that of an earlier command, whose checkpoint the run would resume from."""
+    if (directory / PHASE_SETTINGS).is_file():
+        shutil.rmtree(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+
+
 def _add_resumed(directory: Path) -> Path:
     """Return the directory of the run that resumes: its configuration and its checkpoints are those of the first."""
     target = directory.with_name(f"{directory.name}-resumed")
-    target.mkdir(exist_ok=True)
+    _make_empty(target)
     RunSpec.read(directory).write(target)
     write_json(target / PHASE_SETTINGS, asdict(replace(RunSettings.read(directory), role="resumed")))
     (target / CHECKPOINTS).symlink_to(directory / CHECKPOINTS)

@@ -144,5 +144,5 @@ def test_three_workers_resume_a_checkpoint_of_two(runs: Runs, tmp_path: Path) ->
     assert ours.built.mesh == [1, 3]
     assert ours.metrics.eval_losses == pytest.approx(record.metrics.eval_losses, rel=1e-5)
     refused = (folder / "other" / "refused.txt").read_text()
-    assert "global_batch is 24 instead of 12; steps_per_epoch is 4 instead of 8" in refused
+    assert "global_batch is 24 instead of 12; steps_per_epoch is 4 instead of 8): make them equal, or leave" in refused
     assert "(train.optimizer is adamw instead of sgd)" in (folder / "sgd" / "refused.txt").read_text()

@@ -398,6 +398,7 @@ FILES = {  # presets, with the message about each
     "train: {seed: 1}\n": "distexp: experiment/mine.yaml: experiment is a group and not a section: write '# @packa",
     "# @package _global_\nhydra: {run: {dir: out}, sweep: {dir: swept}}\n": "distexp: hydra.run.dir=out has no effect",
     "# @package _global_\nsharding: {x: 1}\n": "distexp: experiment/mine.yaml: sharding has no keys: write sharding=",
+    "# @package _global_\nhydra: {run: {dir: '${hydra:runtime.cwd}/x'}}\n": "type hydra.run.dir=DIR for a single run",
 }
 
 
@@ -516,6 +517,7 @@ def test_a_sweep_over_strategies_with_an_option_of_one_gets_a_hint(
         "strategy=glob(*) zero_stage=2",
         "zero_stage=1,2",
         "strategy=single,ddp cluster.workers_per_node=1",
+        "strategy=single,ddp cluster.workers_per_node=null,1",
         "strategy=ddp,fsdp cluster.workers_per_node=2",
     ],
 )

@@ -41,6 +41,8 @@ def test_choices_are_quoted_for_hydra(typed: str, quoted: str) -> None:
         ("ä.jsonl,b (1).jsonl,c", ["ä.jsonl", "b (1).jsonl", "c"]),
         ("one ä,two.jsonl", ["one ä,two.jsonl"]),  # There is such a file.
         ("choice(ä,b)", ["ä", "b"]),
+        ("x ä, y ä , b", ["x ä", "y ä", "b"]),
+        ("sort(ä, b, reverse=true)", ["ä", "b"]),
         ("Ada's texts/x", ["Ada's texts/x"]),
         ("Ada's and Bob's/x", ["Ada's and Bob's/x"]),
         ("Ada's,$5", ["Ada's", "$5"]),

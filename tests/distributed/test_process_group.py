@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import init_device_mesh
 
+from distexp.config import ConfigError
 from distexp.distributed.process_group import collective_timeout, join, wait_for_rank_0
 from tests.helpers.runs import make_spec
 
@@ -60,6 +61,23 @@ def single_worker(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         monkeypatch.setattr(distributed_c10d, name, getattr(distributed_c10d, name))
     yield
     dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("transport", ["PIGEON", None])
+def test_an_unknown_transport_of_gloo_is_named(
+    transport: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("makeDeviceForHostname(): unsupported gloo device")
+
+    environment = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    for name, value in {**environment, **({"GLOO_DEVICE_TRANSPORT": transport} if transport else {})}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(dist, "init_process_group", fail)
+    monkeypatch.setattr("distexp.distributed.process_group.set_default_timeout", lambda _: None)
+    named = "GLOO_DEVICE_TRANSPORT=PIGEON is not supported by torch here: unset it" if transport else "^makeDevice"
+    with pytest.raises(ConfigError if transport else RuntimeError, match=named):
+        join(make_spec("cluster.device=cpu", "cluster.workers_per_node=1"), tmp_path, dist.HashStore())
 
 
 @pytest.mark.usefixtures("single_worker")

@@ -378,6 +378,13 @@ def test_a_tokenizer_must_fit_into_the_embedding(tmp_path: Path) -> None:
     ) as caught:
         build_model(tmp_path, classes=321)
     assert "or correct vocab_size in its config.json" in str(caught.value), "the tokenizer is the model's own already"
+    with pytest.raises(ConfigError, match=r"more than the 310 .*use a smaller tokenizer, or correct model.options.vo"):
+        build_model(tmp_path, "+model.options.vocab_size=310", classes=321)
+    typed = ("model=hf", f"model.name={tmp_path}", "model.tokenizer=byte")
+    for key, texts in (("model.options.vocab_size", ("+model.options.vocab_size=100",)), ("model.vocab_size", ())):
+        model = resolve_cell(*typed, *texts).model
+        with pytest.raises(ConfigError, match=f"special tokens: set {key} to at least 258"):
+            load_tokenizer(model if texts else replace(model, vocab_size=100), [])
 
 
 @pytest.mark.parametrize(

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from distexp.data.base import IGNORE, Batch, Sample
+from distexp.config import ConfigError
+from distexp.data.base import IGNORE, Batch, LabelsForHead, Sample
 from distexp.data.images import collate_images
+from distexp.data.loader import StepData
 from distexp.data.text import TextCollate
+from distexp.engines.hf_loop import DistexpTrainer
 from distexp.models import transforms
-from distexp.models.objective import count_correct, entropy_of, evaluation_sums, loss_sum
+from distexp.models.objective import LOSS_SUM, count_correct, entropy_of, evaluation_sums, loss_sum
 from tests.helpers.runs import resolve_cell
 
 VOCABULARY = 13
 COLLATE = TextCollate(pad_id=0, length=10)
+LOGITS = torch.zeros(3, 10, VOCABULARY)
 
 
 def text_samples() -> list[Sample]:
@@ -121,6 +126,17 @@ def test_a_batch_without_labels_has_no_loss_and_no_gradient() -> None:
     assert loss.item() == 0
     assert logits.grad is not None
     assert not logits.grad.any()
+
+
+@pytest.mark.parametrize("outputs", [LOGITS, SimpleNamespace(loss=LOGITS.sum(), logits=LOGITS), {LOSS_SUM: 1.0}])
+def test_an_own_loss_that_is_not_returned_as_a_sum_is_refused(outputs: Any) -> None:
+    batch = LabelsForHead(COLLATE)(text_samples())
+    expected = r"train.loss=own: .* returned .*: return \{\"loss_sum\": loss\} with a scalar tensor"
+    with pytest.raises(ConfigError, match=expected):
+        loss_sum("causal_lm", outputs, batch)
+    trainer: Any = SimpleNamespace(task="causal_lm", step=StepData([batch], torch.tensor(1.0), 2), contributions=[])
+    with pytest.raises(ConfigError, match=expected):
+        DistexpTrainer._loss(trainer, outputs, batch.labels, torch.tensor(1.0))
 
 
 def test_an_unknown_task_is_refused() -> None:

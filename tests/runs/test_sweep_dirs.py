@@ -72,12 +72,18 @@ def test_a_verification_is_no_sweep(
         assert re.search(f"^{line}$", shown.out, re.MULTILINE), shown
     assert main(["cancel", folder]) == 2
     assert f"{folder} belongs to distexp verify and has no runs: distexp status {folder}" in capsys.readouterr().err
+    for status, code in (("not comparable", 2), ("equal", 0), ("different", 1)):
+        (path.parent / "0/proof.json").write_text(json.dumps({"status": status}))
+        assert (main(["status", folder, "--watch"]), main(["status", folder])) == (code, 0)
+    capsys.readouterr()
     with attempts.sweep_lock(path.parent):
         assert main(["status", folder]) == 0
         assert main(["rm", "--yes", folder]) == 2
+        with pytest.raises(ConfigError, match="end it with Ctrl-C, or choose"), attempts.sweep_lock(path.parent):
+            pass
     shown = capsys.readouterr()
     assert shown.out.startswith("running\n")
-    assert f"runs the sweep in {folder}" in shown.err
+    assert f"{folder}: its command is running" in shown.err
 
 
 def test_without_a_training_there_is_no_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,16 +8,18 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from PIL import Image
 
 from distexp.runs.record import RunRecord
+from distexp.verify import phases
 from distexp.verify.diagnosis import Finding, diagnose
-from distexp.verify.phases import PHASES, phase_overrides
+from distexp.verify.phases import PHASES, phase_overrides, plan_variant
 from tests.helpers.runs import HELPERS, REPOSITORY, resolve_cell, run_distexp
 from tests.models.test_own_modules import MODEL
 from tests.verify.test_museum import CONF
@@ -58,6 +60,27 @@ def test_no_phase_has_dropout() -> None:
     for phase in PHASES:
         assert {"model.dropout=0", "adapter.dropout=0"} <= set(phase_overrides(phase, config))
     assert "adapter.dropout=0" not in phase_overrides(PHASES[0], resolve_cell("model=gpt_tiny"))
+
+
+def test_a_repeated_verification_has_nothing_of_the_earlier_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def make(overrides: Sequence[str]) -> Any:
+        config = resolve_cell(*overrides)
+        return SimpleNamespace(config=config, overrides=list(overrides), id="0", errors=[], config_dir_options=[])
+
+    monkeypatch.setattr(phases, "PHASES", PHASES[-1:])
+    cell = make(["model=gpt_tiny", "strategy=ddp"])
+    for _ in range(2):
+        variant = plan_variant(cell, "ddp", tmp_path / "0", make, quick=False)
+        directories = variant.run_dirs("variant", "reference", "resumed")
+        for name in ("proof.json", "resume/tensors.pt", "resume/checkpoints/step-3/manifest.json"):
+            path = tmp_path / "0" / name
+            assert not path.exists()
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.touch()
+        assert all((directory / "spec.json").is_file() for directory in directories)
+        assert (tmp_path / "0" / "resume-resumed" / "checkpoints" / "step-3").is_dir()
 
 
 def test_the_same_training_is_equal(results: list[dict[str, Any]]) -> None:
