@@ -113,7 +113,7 @@ def _silent_cause(directory: Path, reason: str, phase: str | None, rank: int | N
 
 def _signal_cause(directory: Path, number: int, process: str, phase: str | None, rank: int | None = None) -> Cause:
     """Return the cause of a run that ended because a signal ended one of its processes."""
-    name = signal.Signals(number).name
+    name = processes.signal_name(number)
     if number == signal.SIGKILL and oom_killed(directory):
         message = f"the kernel ran out of memory and killed {process}"
         return Cause("oom_host", RunError("OutOfMemoryKilled", message, phase, rank))
@@ -170,7 +170,8 @@ def decode_group_signal(code: int) -> int | None:
     """Return the signal that ended the parent process of the workers; None if no signal did."""
     if code == TERMINATED_CODE:
         return signal.SIGTERM
-    return code - SIGNAL_OFFSET if code > SIGNAL_OFFSET and code != STOPPED_CODE else None
+    is_signal = SIGNAL_OFFSET < code < SIGNAL_OFFSET + signal.NSIG and code != STOPPED_CODE
+    return code - SIGNAL_OFFSET if is_signal else None
 
 
 STACK_DUMP_S = 2.0
