@@ -193,7 +193,7 @@ def record_run(spec: RunSpec, settings: RunSettings, context: Context) -> None:
     plan, events = StepPlan(config.train, training.steps_per_epoch), Events(context.run_dir, enabled=context.rank == 0)
     recorder = Recorder(settings, context)
     further = [watchers.custom_watcher(target) for target in config.measure.watchers]
-    logger = RecordingLogger(plan, events, recorder, further)
+    logger = RecordingLogger(plan, events, recorder, further, scales_loss=config.precision.name == "fp16")
     inputs = TrainingInputs(training, evaluation, plan, logger, spec.run.id)
     make_model = partial(make_blueprint, config, data, context, settings)
     model, _ = load_trainer(config).train(make_model, config, context, inputs)

@@ -132,7 +132,8 @@ def make_inputs(spec: RunSpec, data: TaskData, context: Context, events: Events)
     training, evaluation = build.make_loaders(spec.config, data, context)
     training.on_batch = evaluation.on_batch = events.advance
     plan = StepPlan(spec.config.train, training.steps_per_epoch)
-    logger = MetricsLogger(plan, context, events, watchers.build_watchers(plan, spec.config.measure, context))
+    built = watchers.build_watchers(plan, spec.config.measure, context)
+    logger = MetricsLogger(plan, context, events, built, scales_loss=spec.config.precision.name == "fp16")
     return TrainingInputs(training, evaluation, plan, logger, spec.run.id)
 
 
