@@ -33,12 +33,28 @@ def first_line(error: BaseException) -> str:
     return (text_of(error).strip().splitlines() or [type(error).__name__])[0]
 
 
+MAX_CAUSES = 3
+"""Errors of a group in a message. The log has all."""
+
+
 def text_of(error: BaseException) -> str:
-    """Return the message of an error. Custom code may raise an error that cannot be printed."""
+    """Return the message of an error, with those in a group. Custom code may raise an error that cannot be printed."""
     try:
-        return str(error)
+        text = str(error)
     except Exception:
         return "its message cannot be printed"
+    if not isinstance(error, BaseExceptionGroup):
+        return text
+    members = leaf_errors(error)
+    causes = [": ".join(dict.fromkeys((type(each).__name__, first_line(each)))) for each in members[:MAX_CAUSES]]
+    return f"{text}: {'; '.join([*causes, *(['...'] if len(members) > MAX_CAUSES else [])])}"
+
+
+def leaf_errors(error: BaseException) -> list[BaseException]:
+    """Return the errors in a group and in the groups in it; the error itself if it is none."""
+    if not isinstance(error, BaseExceptionGroup):
+        return [error]
+    return [leaf for member in error.exceptions for leaf in leaf_errors(member)]
 
 
 class SweepFailedError(Exception):

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from distexp.config import Config, ConfigError
-from distexp.exceptions import first_line, text_of
+from distexp.exceptions import first_line, leaf_errors, text_of
 from distexp.system.files import PACKAGE
 
 PAGE = "https://distexp.github.io/distexp/how-to/extend/"
@@ -148,7 +148,8 @@ def _calls(error: BaseException) -> Iterator[tuple[str, int]]:
         for name, line in re.findall(r'^  File "(.+)", line (\d+)', found[1], re.MULTILINE):
             yield name, int(line)
     else:
-        yield from ((frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__))
+        for raised in dict.fromkeys((error, leaf_errors(error)[0])):  # The first error of a group is its cause.
+            yield from ((frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(raised.__traceback__))
 
 
 def _places(error: BaseException) -> Iterator[tuple[Path, int]]:

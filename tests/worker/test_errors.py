@@ -143,6 +143,17 @@ def test_the_record_has_a_short_message_of_any_error(error: Exception, message: 
     assert describe_error(error, tmp_path, "train", rank=1).message == message
 
 
+def test_a_group_of_errors_has_their_messages_and_the_line_of_the_first(spec_dir: Path) -> None:
+    first = raised_by_custom_code(ValueError("shard 3 is empty\nof 8"), in_loader=False)
+    group = ExceptionGroup("6 shards failed", [first, ExceptionGroup("", [KeyError("k"), OSError()]), OSError()])
+    with pytest.raises(ExceptionGroup) as caught:
+        raise group
+    found = describe_error(caught.value, spec_dir, "train", rank=1)
+    causes = "ValueError: shard 3 is empty; KeyError: 'k'; OSError; ..."
+    assert (found.type, found.place) == ("ExceptionGroup", "mine/dataset.py:1")
+    assert found.message == f"6 shards failed (3 sub-exceptions): {causes}"
+
+
 def test_an_error_is_kept_if_its_place_cannot_be_determined(spec_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> str:
         raise OSError("the current folder was deleted")
