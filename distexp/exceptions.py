@@ -37,6 +37,14 @@ MAX_CAUSES = 3
 """Errors of a group in a message. The log has all."""
 
 
+def text_or_repr(error: BaseException) -> str:
+    """Return the message of an error; if it is empty, how Python shows the error, or its class."""
+    try:
+        return text_of(error).strip() or repr(error)
+    except Exception:
+        return type(error).__name__
+
+
 def text_of(error: BaseException) -> str:
     """Return the message of an error, with those in a group. Custom code may raise an error that cannot be printed."""
     try:

@@ -54,7 +54,7 @@ def shorten_errors(target: str, call: str) -> Iterator[None]:
         if target.startswith("distexp."):
             raise
         name = type(error).__name__
-        reason = f"{name}: {first_line(error)}" if str(error).strip() else name
+        reason = f"{name}: {first_line(error)}" if text_of(error).strip() else name
         frame = traceback.extract_tb(error.__traceback__)[-1]
         place = f"{frame.filename}:{frame.lineno}"
         raise ConfigError(

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from distexp.config import ConfigError, custom_code
-from distexp.exceptions import text_of
+from distexp.exceptions import text_or_repr
 from distexp.runs import attempts, texts
 from distexp.runs.events import Events, ProgressWriter
 from distexp.runs.record import RunSpec
@@ -53,7 +53,11 @@ def run_worker(run_dir: Path, *, launched: bool) -> NoReturn:
         run_rank(run_dir, events, started, launched=launched)
     except BaseException as error:
         try:
-            cause = describe_error(error, run_dir, events.phase if events else "setup", rank)
+            phase = events.phase if events else "setup"
+            try:
+                cause = describe_error(error, run_dir, phase, rank)
+            except Exception:  # Custom code may define an error that no code can inspect.
+                cause = RunError(type(error).__name__, "its message cannot be printed", phase, rank)
             texts.release_reserve(run_dir)  # The disk may be full, and what follows needs space.
             attempts.write_error_file(RANK_ERROR.path(run_dir, node, rank), cause)
             print_error(error)
@@ -112,7 +116,7 @@ MAX_MESSAGE = 10_000
 
 def message_of(error: BaseException) -> str:
     """Return the message of an error without tracebacks, or its start if it is very long."""
-    message = without_tracebacks(text_of(error).strip()) or repr(error)
+    message = without_tracebacks(text_or_repr(error))
     return message if len(message) <= MAX_MESSAGE else f"{message[:MAX_MESSAGE]}... (cut)"
 
 

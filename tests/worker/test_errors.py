@@ -135,9 +135,21 @@ class UnprintableError(Exception):
         raise ValueError("no text")
 
 
+class UnshowableError(Exception):
+    """An error of custom code without a message, that cannot be shown either."""
+
+    def __repr__(self) -> str:
+        raise ValueError("no text")
+
+
 @pytest.mark.parametrize(
     ("error", "message"),
-    [(UnprintableError(), "its message cannot be printed"), (RuntimeError("x" * 10**6), "x" * 10_000 + "... (cut)")],
+    [
+        (UnprintableError(), "its message cannot be printed"),
+        (UnshowableError(), "UnshowableError"),
+        (KeyError(), "KeyError()"),
+        (RuntimeError("x" * 10**6), "x" * 10_000 + "... (cut)"),
+    ],
 )
 def test_the_record_has_a_short_message_of_any_error(error: Exception, message: str, tmp_path: Path) -> None:
     assert describe_error(error, tmp_path, "train", rank=1).message == message
