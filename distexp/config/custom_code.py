@@ -130,13 +130,19 @@ def _innermost(places: Iterator[tuple[Path, int]]) -> str:
 
 
 LOADER_ERROR = re.compile(
-    r"Caught \w+ in DataLoader worker process.*Traceback \(most recent call last\):(.*)", re.DOTALL
+    r"Caught (\w+) in DataLoader worker process.*Traceback \(most recent call last\):(.*)", re.DOTALL
 )
-"""Message of an error that torch raises again for a data loader process, and the last traceback in it."""
+"""Message of an error that torch raises again for a data loader process: its class, and the last traceback in it."""
 
 
 LOST_LOADER = "DataLoader worker (pid"
 """Start of the message of an error that a data loader process was killed. torch may raise it at any line."""
+
+
+def error_type(error: BaseException) -> str:
+    """Return the class of an error; of one in a data loader process its own, for which torch may raise RuntimeError."""
+    found = LOADER_ERROR.match(text_of(error))
+    return found[1] if found else type(error).__name__
 
 
 def _calls(error: BaseException) -> Iterator[tuple[str, int]]:
@@ -145,7 +151,7 @@ def _calls(error: BaseException) -> Iterator[tuple[str, int]]:
     if message.startswith(LOST_LOADER):
         return
     if found := LOADER_ERROR.match(message):
-        for name, line in re.findall(r'^  File "(.+)", line (\d+)', found[1], re.MULTILINE):
+        for name, line in re.findall(r'^  File "(.+)", line (\d+)', found[2], re.MULTILINE):
             yield name, int(line)
     else:
         for raised in dict.fromkeys((error, leaf_errors(error)[0])):  # The first error of a group is its cause.

@@ -107,7 +107,8 @@ def describe_error(error: BaseException, run_dir: Path, phase: str, rank: int) -
     memory = oom.report_of(error) if oom is not None else None
     if memory or isinstance(error, ConfigError):
         place = None
-    return RunError(type(error).__name__, message_of(error), phase, rank, place=place, memory=memory)
+    name = custom_code.error_type(error)
+    return RunError(name, message_of(error), phase, rank, place=place, memory=memory)
 
 
 MAX_MESSAGE = 10_000

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import shutil
 import subprocess
 import sys
@@ -73,9 +74,9 @@ def raised_by_custom_code(error: Exception, *, in_loader: bool) -> BaseException
     if not in_loader:
         return caught.value
     wrapper = ExceptionWrapper((caught.type, caught.value, caught.tb), "in DataLoader worker process 0")
-    with pytest.raises(type(error)) as caught:
+    with pytest.raises((type(error), RuntimeError, TypeError)) as again:
         wrapper.reraise()
-    return caught.value
+    return again.value
 
 
 @pytest.mark.parametrize("in_loader", [False, True])
@@ -98,6 +99,21 @@ def test_an_error_of_custom_code_is_a_full_disk_only_by_its_number(
     assert found.place == "mine/dataset.py:1"
     assert found.type == ("DiskFull" if full else type(error).__name__)
     assert (full or str(error)) in found.message
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ValueError("row 9 is odd"),
+        json.JSONDecodeError("Expecting value", '{"price": }', 10),
+        UnicodeDecodeError("utf-8", b"caf\xe9", 3, 4, "invalid continuation byte"),
+        KeyError("price"),
+    ],
+)
+def test_an_error_of_a_data_loader_process_has_its_class(error: Exception, spec_dir: Path) -> None:
+    """For them, torch raises RuntimeError if their constructor needs more than a message."""
+    found = describe_error(raised_by_custom_code(error, in_loader=True), spec_dir, "train", rank=1)
+    assert (found.type, found.message, found.place) == (type(error).__name__, str(error), "mine/dataset.py:1")
 
 
 def test_a_disk_that_custom_code_fills_in_a_save_may_be_another_one(
