@@ -151,7 +151,7 @@ def _calls(error: BaseException) -> Iterator[tuple[str, int]]:
     if message.startswith(LOST_LOADER):
         return
     if found := LOADER_ERROR.match(message):
-        for name, line in re.findall(r'^  File "(.+)", line (\d+)', found[2], re.MULTILINE):
+        for name, line in re.findall(r'^[ |]*  File "(.+)", line (\d+)', found[2], re.MULTILINE):
             yield name, int(line)
     else:
         for raised in dict.fromkeys((error, leaf_errors(error)[0])):  # The first error of a group is its cause.

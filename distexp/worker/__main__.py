@@ -6,6 +6,7 @@ It imports no torch before its log is open. Its error goes to a file next to the
 import argparse
 import faulthandler
 import os
+import re
 import signal
 import sys
 import time
@@ -13,10 +14,10 @@ import traceback
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from distexp.config import ConfigError, custom_code
-from distexp.exceptions import text_or_repr
+from distexp.exceptions import MAX_CAUSES, text_of, text_or_repr
 from distexp.runs import attempts, texts
 from distexp.runs.events import Events, ProgressWriter
 from distexp.runs.record import RunSpec
@@ -51,8 +52,9 @@ def run_worker(run_dir: Path, *, launched: bool) -> NoReturn:
         from distexp.worker.rank import run_rank
 
         run_rank(run_dir, events, started, launched=launched)
-    except BaseException as error:
+    except BaseException as raised:
         try:
+            error = loader_error(raised)
             phase = events.phase if events else "setup"
             try:
                 cause = describe_error(error, run_dir, phase, rank)
@@ -92,6 +94,19 @@ def print_error(error: BaseException) -> None:
     sys.stderr.flush()
 
 
+def loader_error(error: BaseException) -> BaseException:
+    """Return an error with the message of a data loader process, if torch could not raise the one of that process.
+
+    torch passes the message by name if the class has the attribute ``message``. That of a group takes no such argument.
+    """
+    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__) if frame.f_code.co_name == "reraise")
+    wrapper: Any = next((frame.f_locals.get("self") for frame in frames), None)
+    if not hasattr(wrapper, "exc_msg") or text_of(error).startswith("Caught "):
+        return error
+    message = f"Caught {wrapper.exc_type.__name__} {wrapper.where}.\nOriginal {wrapper.exc_msg}"
+    return RuntimeError(message).with_traceback(error.__traceback__)
+
+
 def describe_error(error: BaseException, run_dir: Path, phase: str, rank: int) -> RunError:
     """Return the error of a rank for its record."""
     place, is_custom = None, False
@@ -121,11 +136,19 @@ def message_of(error: BaseException) -> str:
     return message if len(message) <= MAX_MESSAGE else f"{message[:MAX_MESSAGE]}... (cut)"
 
 
+GROUP_LINE = re.compile(r"^ *\| (\S.*)$", re.MULTILINE)
+"""A message or a heading in the traceback of a group of errors, whose other lines have more blanks after the bar."""
+
+
 def without_tracebacks(message: str) -> str:
     """Return a message of an error without the traceback of its cause, which the log has; the cause itself stays.
 
     Loaders and distributed checkpoints put the tracebacks of other processes into their messages.
     """
+    if message.startswith("Caught ") and "Exception Group Traceback" in message:
+        group, *causes = [line for line in GROUP_LINE.findall(message) if "Traceback (most recent" not in line]
+        shown = [*causes[:MAX_CAUSES], *(["..."] if len(causes) > MAX_CAUSES else [])]
+        return f"{group.partition(': ')[2]}: {'; '.join(shown)}"
     before, found, last = message.rpartition("Traceback (most recent call last):")
     lines = last.splitlines()[1:]
     start = next((number for number, line in enumerate(lines) if line and not line[0].isspace()), None)

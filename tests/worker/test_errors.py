@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from torch._utils import ExceptionWrapper
 
 from distexp.exceptions import ConfigError
-from distexp.worker.__main__ import describe_error, without_tracebacks
+from distexp.worker.__main__ import describe_error, loader_error, without_tracebacks
 from tests.helpers.runs import make_spec
 
 TORCH_ERROR = RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598")
@@ -108,12 +108,15 @@ def test_an_error_of_custom_code_is_a_full_disk_only_by_its_number(
         json.JSONDecodeError("Expecting value", '{"price": }', 10),
         UnicodeDecodeError("utf-8", b"caf\xe9", 3, 4, "invalid continuation byte"),
         KeyError("price"),
+        ExceptionGroup("2 shards failed", [ValueError("shard 3 is empty"), ExceptionGroup("of 2", [KeyError("k")])]),
     ],
 )
 def test_an_error_of_a_data_loader_process_has_its_class(error: Exception, spec_dir: Path) -> None:
     """For them, torch raises RuntimeError if their constructor needs more than a message."""
-    found = describe_error(raised_by_custom_code(error, in_loader=True), spec_dir, "train", rank=1)
-    assert (found.type, found.message, found.place) == (type(error).__name__, str(error), "mine/dataset.py:1")
+    found = describe_error(loader_error(raised_by_custom_code(error, in_loader=True)), spec_dir, "train", rank=1)
+    assert (found.type, found.place) == (type(error).__name__, "mine/dataset.py:1")
+    causes = ": ValueError: shard 3 is empty; ExceptionGroup: of 2 (1 sub-exception); KeyError: 'k'"
+    assert found.message == str(error) + (causes if isinstance(error, ExceptionGroup) else "")
 
 
 def test_a_disk_that_custom_code_fills_in_a_save_may_be_another_one(
