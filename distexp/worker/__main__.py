@@ -54,6 +54,7 @@ def run_worker(run_dir: Path, *, launched: bool) -> NoReturn:
         run_rank(run_dir, events, started, launched=launched)
     except BaseException as raised:
         try:
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises if a data loader process ends.
             error = loader_error(raised)
             phase = events.phase if events else "setup"
             try:
@@ -95,16 +96,37 @@ def print_error(error: BaseException) -> None:
 
 
 def loader_error(error: BaseException) -> BaseException:
-    """Return an error with the message of a data loader process, if torch could not raise the one of that process.
+    """Return the error of a data loader process, if another one hides it; else the error.
 
     torch passes the message by name if the class has the attribute ``message``. That of a group takes no such argument.
+    Tensors of a process that ended cannot be received.
     """
+    if isinstance(error, FileNotFoundError | ConnectionError | EOFError) or "ancdata" in text_of(error):
+        return lost_loader() or error
     frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__) if frame.f_code.co_name == "reraise")
     wrapper: Any = next((frame.f_locals.get("self") for frame in frames), None)
     if not hasattr(wrapper, "exc_msg") or text_of(error).startswith("Caught "):
         return error
     message = f"Caught {wrapper.exc_type.__name__} {wrapper.where}.\nOriginal {wrapper.exc_msg}"
     return RuntimeError(message).with_traceback(error.__traceback__)
+
+
+LOADER_END_S = 1.0
+"""Time for the end of a process that has already closed its connections."""
+
+
+def lost_loader() -> RuntimeError | None:
+    """Return torch's error about a data loader process that ended early, or None."""
+    torch, deadline = sys.modules.get("torch"), time.monotonic() + LOADER_END_S
+    while torch is not None and processes.descendants(os.getpid(), recursive=False):
+        try:
+            torch._C._error_if_any_worker_fails()
+        except RuntimeError as error:
+            return error
+        if time.monotonic() > deadline:
+            return None
+        time.sleep(0.05)
+    return None
 
 
 def describe_error(error: BaseException, run_dir: Path, phase: str, rank: int) -> RunError:

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import errno
 import json
+import os
+import re
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from safetensors import SafetensorError
 from torch._utils import ExceptionWrapper
+from torch.utils.data import DataLoader
 
 from distexp.exceptions import ConfigError
 from distexp.worker.__main__ import describe_error, loader_error, without_tracebacks
@@ -117,6 +122,40 @@ def test_an_error_of_a_data_loader_process_has_its_class(error: Exception, spec_
     assert (found.type, found.place) == (type(error).__name__, "mine/dataset.py:1")
     causes = ": ValueError: shard 3 is empty; ExceptionGroup: of 2 (1 sub-exception); KeyError: 'k'"
     assert found.message == str(error) + (causes if isinstance(error, ExceptionGroup) else "")
+
+
+class EndingSamples:
+    """Samples whose data loader process ends."""
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: int) -> None:
+        os._exit(3)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        FileNotFoundError(errno.ENOENT, "No such file or directory"),
+        ConnectionResetError(errno.ECONNRESET, "Connection reset by peer"),
+        RuntimeError("received 0 items of ancdata"),
+    ],
+)
+def test_the_end_of_a_data_loader_process_is_the_cause_of_a_lost_connection(error: Exception) -> None:
+    """The rank may notice first that it cannot receive a tensor."""
+    assert loader_error(error) is error, "no process has ended"
+    loader: Any = DataLoader(EndingSamples(), num_workers=1)  # type: ignore[arg-type]
+    handler = signal.getsignal(signal.SIGCHLD)
+    try:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        batches = iter(loader)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # The loader sets torch's handler, which raises the error too.
+        found = loader_error(error)
+    finally:
+        signal.signal(signal.SIGCHLD, handler)
+    assert re.match(r"DataLoader worker \(pid \d+\) exited unexpectedly with exit code 3", str(found)), found
+    del batches
 
 
 def test_a_disk_that_custom_code_fills_in_a_save_may_be_another_one(
