@@ -24,6 +24,7 @@ from distexp.runs.record import RunSpec
 from distexp.runs.record_sections import RunError
 from distexp.runs.run_dir import ALLOCATOR, RANK_ERROR, RANK_LOG
 from distexp.system import environment_variables, files, processes
+from distexp.worker.preload import check_torch
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
@@ -49,6 +50,7 @@ def run_worker(run_dir: Path, *, launched: bool) -> NoReturn:
         faulthandler.enable()
         faulthandler.register(signal.SIGUSR1)  # The agent sends it to get the stacks when a run hangs.
         events = Events(run_dir, enabled=rank == 0, progress=ProgressWriter(run_dir, node, rank))
+        check_torch()
         from distexp.worker.rank import run_rank
 
         run_rank(run_dir, events, started, launched=launched)
