@@ -140,6 +140,8 @@ def describe_error(error: BaseException, run_dir: Path, phase: str, rank: int) -
         place = custom_code.custom_code_place(error, trusted) or None
     # Libraries do not always name a full disk, so the free space is checked after a failed save.
     is_lost_save = phase == "save" and not is_custom and texts.free_bytes(run_dir) < texts.FULL_BYTES
+    if phase == "save" and not is_custom and not is_lost_save:
+        error = texts.explain_lost_write(error, run_dir)
     if texts.is_full_disk(error, by_number=is_custom) or is_lost_save:
         return texts.full_disk_error(error, run_dir, phase, rank, place)
     oom = sys.modules.get("distexp.measure.memory.rank_memory")  # None if the error came before torch was imported

@@ -65,11 +65,39 @@ def test_a_full_disk_is_named(
     assert "\n" not in found.message
 
 
-@pytest.mark.parametrize(("phase", "free"), [("save", HIGH), ("train", 0)])
-def test_another_error_is_kept(phase: str, free: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("phase", "free", "error"), [("save", HIGH, RuntimeError("shape '[2]' is invalid")), ("train", 0, TORCH_ERROR)]
+)
+def test_another_error_is_kept(
+    phase: str, free: int, error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=free))
-    found = describe_error(TORCH_ERROR, tmp_path, phase, rank=1)
-    assert (found.type, found.message) == ("RuntimeError", str(TORCH_ERROR))
+    found = describe_error(error, tmp_path, phase, rank=1)
+    assert (found.type, found.message) == ("RuntimeError", str(error))
+
+
+@pytest.mark.parametrize("error", [TORCH_ERROR, RuntimeError("basic_ios::clear: iostream error")])
+def test_a_file_that_torch_cannot_write_is_named_and_an_exhausted_quota_found(
+    error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The free space of a disk is not that of a quota."""
+    folder = tmp_path / "checkpoints" / ".step-00000004.tmp"
+    folder.mkdir(parents=True)
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=HIGH))
+    found = describe_error(error, tmp_path, "save", rank=1)
+    assert found.type == "RuntimeError"
+    assert found.message == (
+        f"torch could not write a file in {folder}: check the quota of its disk, and how much is free ({error})"
+    )
+    assert not list(folder.iterdir())
+
+    def refuse(descriptor: int) -> None:
+        raise OSError(errno.EDQUOT, "Disk quota exceeded")
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    found = describe_error(error, tmp_path, "save", rank=1)
+    assert found.type == "DiskFull"
+    assert found.message.startswith(f"the disk quota of {folder} is exhausted: make room, or ")
 
 
 def raised_by_custom_code(error: Exception, *, in_loader: bool) -> BaseException:
