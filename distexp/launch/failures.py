@@ -21,7 +21,7 @@ from distexp.runs.record import RunRecord, RunSpec
 from distexp.runs.record_sections import RunError
 from distexp.runs.run_dir import EVENTS, GROUP_LOG, OOM_KILLS, OOM_MARK, RANK_LOG, STOPPED_RANKS, WORKER_EXITS
 from distexp.system import files, processes
-from distexp.system.cgroups import oom_kills
+from distexp.system.cgroups import have_increased, oom_kills
 
 PEER_LOSS = re.compile(
     r"connection (reset|closed|refused|was)|closed by peer|broken pipe|socket|timed? ?out|DistBackendError|NCCL",
@@ -254,7 +254,7 @@ def save_counters(directory: Path) -> None:
 
 def mark_if_killed(directory: Path, node: int, before: Mapping[str, int]) -> None:
     """Leave a mark for the node that writes the record, if the OOM counter of this node has increased."""
-    if _increased(before, oom_kills()):
+    if have_increased(before, oom_kills()):
         with suppress(OSError):  # The run has failed anyway, and has a signal as its cause then.
             OOM_MARK.path(directory, node).touch()
 
@@ -264,13 +264,7 @@ def oom_killed(directory: Path) -> bool:
     if OOM_MARK.find(directory):
         return True
     path = directory / OOM_KILLS
-    return path.exists() and _increased(json.loads(path.read_text()), oom_kills())
-
-
-def _increased(before: Mapping[str, int], now: Mapping[str, int]) -> bool:
-    """Return whether the OOM counter of this cgroup has increased, or without one that of the machine."""
-    name = "cgroup" if "cgroup" in before and "cgroup" in now else "machine"
-    return now.get(name, 0) > before.get(name, now.get(name, 0))
+    return path.exists() and have_increased(json.loads(path.read_text()), oom_kills())
 
 
 def add_evidence(record: RunRecord, spec: RunSpec, directory: Path) -> None:

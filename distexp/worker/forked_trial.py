@@ -11,7 +11,7 @@ import signal
 import time
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -27,7 +27,7 @@ from distexp.runs import texts
 from distexp.runs.record import RunSpec
 from distexp.runs.run_dir import SEARCH_LOG
 from distexp.strategies.base import load_strategy
-from distexp.system import processes, seeding
+from distexp.system import cgroups, processes, seeding
 from distexp.worker.__main__ import redirect_output
 from distexp.worker.compile_cache import use_compile_cache
 
@@ -71,10 +71,10 @@ class ForkedTrial(ABC):
         """
         rank, world_size = int(os.environ["RANK"]), self.spec.world_size
         with TemporaryDirectory(prefix="distexp-search-") as folder:
-            parent, pid = os.getpid(), os.fork()
+            parent, kills_before, pid = os.getpid(), cgroups.oom_kills(), os.fork()
             if pid == 0:
                 self._run_process(parent, Path(folder))
-            code = self._wait(pid, deadline, watches=rank == 0)
+            code = explain_code(self._wait(pid, deadline, watches=rank == 0), kills_before)
             error = Path(folder, "error.json")
             known = code not in (0, None) and error.exists()
             self.store.set(f"end/{rank}", error.read_text() if known else json.dumps({"code": code}))
@@ -135,7 +135,8 @@ class ForkedTrial(ABC):
         first, end = first_failure(ends)
         if end.get("errors"):
             raise ConfigError(end["errors"])
-        detail = f"{end['type']}: {end['message']}" if "type" in end else f"exit code {end['code']}"
+        code = f"exit code {end['code']}" if end["code"] > 0 else f"terminated by {processes.signal_name(-end['code'])}"
+        detail = f"{end['type']}: {end['message']}" if "type" in end else code
         raise SearchError(f"{self.purpose} failed on rank {first} ({detail}): see {log_of(first)}, or {self.hint}")
 
 
@@ -149,9 +150,15 @@ def is_out_of_memory(error: BaseException) -> bool:
     return texts.out_of_memory_status(type(error).__name__, str(error)) is not None
 
 
+def explain_code(code: int | None, kills_before: Mapping[str, int]) -> int | None:
+    """Return how a process ended: MEMORY_CODE if the kernel killed it for memory, or may have done so."""
+    is_counted = not kills_before or cgroups.have_increased(kills_before, cgroups.oom_kills())
+    return MEMORY_CODE if code == -signal.SIGKILL and is_counted else code
+
+
 def ran_out_of_memory(ends: Sequence[dict[str, Any]]) -> bool:
     """Return whether a process ran out of memory."""
-    return any(end["code"] in (MEMORY_CODE, -signal.SIGKILL) for end in ends)
+    return any(end["code"] == MEMORY_CODE for end in ends)
 
 
 def first_failure(ends: Sequence[dict[str, Any]]) -> tuple[int, dict[str, Any]]:
