@@ -198,11 +198,12 @@ def describe_os_error(error: OSError) -> str:
 PROCESSES = "the limit of processes may be reached: raise it (ulimit -u, or pids.max of the cgroup), or end others"
 
 LIMITS = {
+    "Too many open files in system": "this machine has as many as it allows (sysctl fs.file-max): end other programs",
     "Too many open files": "raise their limit (ulimit -n)",
     "Resource temporarily unavailable": PROCESSES,
     "can't start new thread": PROCESSES,
 }
-"""Texts of errors at a limit of the system, with what to do."""
+"""Texts of errors at a limit of the system, with what to do. The first one in a message counts."""
 
 
 ALLOCATION = re.compile(
@@ -229,7 +230,7 @@ def name_limit(message: str) -> str:
     """Return the message of an error; if it is about a limit of the system, with the limit in the same line."""
     lines = message.split("\n")
     for number, line in enumerate(lines):
-        hints = [hint for text, hint in LIMITS.items() if text in line]
+        hints = [hint for text, hint in LIMITS.items() if text in line][:1]
         if PROCESSES in hints:  # A new thread needs memory too.
             hints = [memory_limit_hint() or PROCESSES]
         hints += [memory_limit_hint()] if ALLOCATION.search(line) else []

@@ -135,6 +135,12 @@ def test_a_limit_of_the_data_is_named_for_a_thread(limit: int, hint: str, monkey
     assert hint in name_limit("RuntimeError: can't start new thread")
 
 
+def test_the_limit_of_files_of_the_machine_is_not_that_of_a_process() -> None:
+    message = "[Errno 23] Too many open files in system"
+    hint = "this machine has as many as it allows (sysctl fs.file-max): end other programs"
+    assert name_limit(name_limit(message)) == f"{message}: {hint}"
+
+
 @pytest.mark.parametrize("kills", [0, 1])
 def test_a_data_loader_killed_by_the_kernel_for_memory_is_oom_host(
     kills: int, spec: RunSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
