@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +21,7 @@ from torch._utils import ExceptionWrapper
 from torch.utils.data import DataLoader
 
 from distexp.exceptions import ConfigError
+from distexp.system.files import append_line
 from distexp.worker.__main__ import describe_error, loader_error, without_tracebacks
 from tests.helpers.runs import make_spec
 
@@ -259,6 +261,13 @@ def test_an_error_is_kept_if_its_place_cannot_be_determined(spec_dir: Path, monk
     monkeypatch.setattr("distexp.config.custom_code.custom_code_place", fail)
     found = describe_error(TORCH_ERROR, spec_dir, "train", rank=1)
     assert (found.type, found.place) == ("RuntimeError", None)
+
+
+def test_a_file_of_metrics_that_cannot_be_written_is_named() -> None:
+    no_space = pytest.raises(OSError, match="No space left on device")
+    with suppress(OSError), Path("/dev/full").open("w") as file, no_space as caught:  # The end of the file fails too.
+        append_line(file, {"step": 1})
+    assert caught.value.filename == "/dev/full"
 
 
 def test_a_log_on_a_full_disk_does_not_fail_a_run() -> None:
