@@ -279,6 +279,10 @@ class DivergedError(RuntimeError):
     """The loss or the gradient norm is NaN or infinite."""
 
 
+DIVERGED_HINT = "lower train.learning_rate"
+FIRST_STEP_HINT = "no update was made yet, so check the weights and the data for NaN and very large values"
+
+
 class LossHistory:
     """Loss and accuracy of each step, as means over all ranks.
 
@@ -316,13 +320,14 @@ class LossHistory:
         for step, (loss, norm, count) in enumerate(zip(losses, norms, targets, strict=True), start=first):
             if not self._allows_nan and not math.isfinite(loss):
                 check_targets(count, f"step {step}", "raise train.micro_batch_size")
-            self.check_finite(loss, f"the loss of step {step}")
-            self.check_finite(norm, f"the gradient norm of step {step}")
+            hint = FIRST_STEP_HINT if step == 1 else DIVERGED_HINT
+            self.check_finite(loss, f"the loss of step {step}", hint)
+            self.check_finite(norm, f"the gradient norm of step {step}", hint)
 
-    def check_finite(self, value: float, name: str) -> None:
+    def check_finite(self, value: float, name: str, hint: str = DIVERGED_HINT) -> None:
         """Raise DivergedError if a value is NaN or infinite, unless this is allowed."""
         if not self._allows_nan and not math.isfinite(value):
-            raise DivergedError(f"{name} is {value}: lower train.learning_rate, or set train.on_nan=record to continue")
+            raise DivergedError(f"{name} is {value}: {hint}, or set train.on_nan=record to continue")
 
 
 def check_targets(targets: float | Tensor, source: str, hint: str) -> None:

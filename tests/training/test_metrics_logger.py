@@ -135,6 +135,7 @@ def test_the_overhead_of_the_profiler_is_known_if_the_steps_are_equal(
 @pytest.mark.parametrize(
     ("stops", "scales_loss", "values", "error"),
     [
+        (True, False, [(math.nan, 1)], "the loss of step 1 is nan: no update was made yet, so check the weights and"),
         (True, False, [(1, 1), (1, math.nan), (1, 1)], "the gradient norm of step 2 is nan: lower train.learning_rate"),
         (True, False, [(1, 1), (1, 1), (1, math.inf)], "the gradient norm of step 3 is inf: lower train.learning_rate"),
         (True, False, [(1, 1), (math.nan, math.nan), (1, 1)], "the loss of step 2 is nan: lower"),
