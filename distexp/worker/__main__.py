@@ -133,6 +133,8 @@ def lost_loader() -> RuntimeError | None:
 
 def describe_error(error: BaseException, run_dir: Path, phase: str, rank: int) -> RunError:
     """Return the error of a rank for its record."""
+    if type(error).__name__ == "CheckpointException" and (failures := getattr(error, "failures", None)):
+        rank, (error, _) = min(failures.items(), key=lambda failure: failure[0])  # Torch raises it on all ranks.
     place, is_custom = None, False
     with suppress(Exception):  # The error must be written even if its place in custom code cannot be determined.
         trusted = RunSpec.read(run_dir).config.trusted_packages

@@ -12,12 +12,14 @@ import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
+from traceback import StackSummary
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from safetensors import SafetensorError
 from torch._utils import ExceptionWrapper
+from torch.distributed.checkpoint import CheckpointException
 from torch.utils.data import DataLoader
 
 from distexp.exceptions import ConfigError
@@ -76,6 +78,12 @@ def test_another_error_is_kept(
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=free))
     found = describe_error(error, tmp_path, phase, rank=1)
     assert (found.type, found.message) == ("RuntimeError", str(error))
+
+
+def test_the_rank_that_could_not_save_is_named_by_all_ranks(tmp_path: Path) -> None:
+    error = CheckpointException("save", {1: (OSError(errno.EMFILE, "Too many open files"), StackSummary())})
+    found = describe_error(error, tmp_path, "save", rank=0)
+    assert (found.type, found.rank, found.message) == ("OSError", 1, "[Errno 24] Too many open files")
 
 
 @pytest.mark.parametrize("error", [TORCH_ERROR, RuntimeError("basic_ios::clear: iostream error")])
