@@ -65,6 +65,14 @@ def leaf_errors(error: BaseException) -> list[BaseException]:
     return [leaf for member in error.exceptions for leaf in leaf_errors(member)]
 
 
+class SearchError(RuntimeError):
+    """A process of a trial on ``rank`` failed, not for lack of memory. ``place`` is the line of custom code, if any."""
+
+    def __init__(self, message: str, rank: int, place: str | None) -> None:
+        super().__init__(message)
+        self.rank, self.place = rank, place
+
+
 class SweepFailedError(Exception):
     """A finished sweep with a failed run. The command exits with code 1."""
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from distexp.config import ConfigError, custom_code
-from distexp.exceptions import MAX_CAUSES, text_of, text_or_repr
+from distexp.exceptions import MAX_CAUSES, SearchError, text_of, text_or_repr
 from distexp.runs import attempts, texts
 from distexp.runs.events import Events, ProgressWriter
 from distexp.runs.record import RunSpec
@@ -150,6 +150,8 @@ def describe_error(error: BaseException, run_dir: Path, phase: str, rank: int) -
     memory = oom.report_of(error) if oom is not None else None
     if memory or isinstance(error, ConfigError):
         place = None
+    if isinstance(error, SearchError):  # All ranks raise it.
+        rank, place = error.rank, error.place
     name = custom_code.error_type(error)
     return RunError(name, message_of(error), phase, rank, place=place, memory=memory)
 

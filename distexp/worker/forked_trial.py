@@ -12,6 +12,7 @@ import time
 import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -21,8 +22,10 @@ from typing import Any, ClassVar, NoReturn
 import torch
 
 from distexp.config import ConfigError
+from distexp.config.custom_code import custom_code_place
 from distexp.distributed.context import Context
 from distexp.distributed.process_group import Store, join, open_store, sub_store
+from distexp.exceptions import SearchError
 from distexp.runs import texts
 from distexp.runs.record import RunSpec
 from distexp.runs.run_dir import SEARCH_LOG
@@ -34,10 +37,6 @@ from distexp.worker.compile_cache import use_compile_cache
 LONGEST = timedelta(days=1)  # Timeout for a message of another rank. The agents end a run that hangs earlier.
 MEMORY_CODE = 77  # exit code of a process that ran out of memory
 LATE = "late"  # key of a store: rank 0 ended the processes because their time was over
-
-
-class SearchError(RuntimeError):
-    """A process of a trial failed, and not for lack of memory."""
 
 
 @dataclass(frozen=True)
@@ -124,6 +123,8 @@ class ForkedTrial(ABC):
             traceback.print_exception(error)
             code = MEMORY_CODE if is_out_of_memory(error) else 1
             content = {"code": code, "time": time.time(), "type": type(error).__name__, "message": str(error)}
+            with suppress(Exception):  # as for the error of a rank
+                content["place"] = custom_code_place(error, self.spec.config.trusted_packages) or None
             content["errors"] = error.errors if isinstance(error, ConfigError) else None
             content["cause"] = getattr(error, "cause", None)  # of a CompilationError
             (folder / "error.json").write_text(json.dumps(content))
@@ -137,7 +138,8 @@ class ForkedTrial(ABC):
             raise ConfigError(end["errors"])
         code = f"exit code {end['code']}" if end["code"] > 0 else f"terminated by {processes.signal_name(-end['code'])}"
         detail = f"{end['type']}: {end['message']}" if "type" in end else code
-        raise SearchError(f"{self.purpose} failed on rank {first} ({detail}): see {log_of(first)}, or {self.hint}")
+        message = f"{self.purpose} failed on rank {first} ({detail}): see {log_of(first)}, or {self.hint}"
+        raise SearchError(message, first, end.get("place"))
 
 
 def log_of(rank: int) -> str:

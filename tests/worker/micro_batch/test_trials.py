@@ -13,6 +13,7 @@ import torch
 from distexp.config import Config, ConfigError
 from distexp.data.base import Batch
 from distexp.distributed.context import Context
+from distexp.exceptions import SearchError
 from distexp.launch.failures import classify_failure
 from distexp.launch.outcome import failed_record
 from distexp.runs.attempts import write_error_file
@@ -21,7 +22,8 @@ from distexp.runs.record_sections import RunError
 from distexp.runs.run_dir import RANK_ERROR
 from distexp.runs.step_files import FITS, OUT_OF_MEMORY, TOO_LARGE, MicroBatchSearch, TriedSize, add_search
 from distexp.training.build import build_model, load_data
-from distexp.worker.forked_trial import MEMORY_CODE, SearchError, explain_code
+from distexp.worker.__main__ import describe_error
+from distexp.worker.forked_trial import MEMORY_CODE, explain_code
 from distexp.worker.size_search import (
     Round,
     allowed_sizes,
@@ -191,6 +193,11 @@ def test_other_errors_stop_the_run_with_the_first_cause(tmp_path: Path) -> None:
         SearchError, match=r"failed on rank 1 \(ValueError: no samples\): see .*rank1.search.log, or set a"
     ):
         conclude(tmp_path, CONNECTION_CLOSED, first)
+    first["place"] = "mine/model.py:3"
+    with pytest.raises(SearchError) as caught:
+        conclude(tmp_path, CONNECTION_CLOSED, first)
+    found = describe_error(caught.value, tmp_path, "search", rank=0)
+    assert (found.rank, found.place) == (1, "mine/model.py:3")
     with pytest.raises(SearchError, match=r"rank 0 \(terminated by SIGSEGV\)"):
         conclude(tmp_path, {"code": -11}, CONNECTION_CLOSED)
     with pytest.raises(ConfigError, match="lower it"):
