@@ -4,14 +4,17 @@ import hashlib
 import importlib
 import inspect
 import re
+import sys
 import sysconfig
 import traceback
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import lru_cache
+from importlib.machinery import PathFinder
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from distexp.config import Config, ConfigError
@@ -167,6 +170,27 @@ def _places(error: BaseException) -> Iterator[tuple[Path, int]]:
         in_python = file.is_relative_to(python) and not _installed_package(file.relative_to(python))
         if not in_python and not any(file.is_relative_to(folder) for folder in _library_folders()):
             yield Path(name), line
+
+
+def hidden_library(error: BaseException) -> str:
+    """Return that a module of the user, which lacks what an import needs, hides one of a library; else nothing."""
+    found = getattr(error, "obj", None) if isinstance(error, AttributeError) else None
+    name = str(getattr(error, "name", None) or "") if isinstance(error, ImportError) else getattr(found, "__name__", "")
+    top = name.partition(".")[0]
+    file = getattr(sys.modules.get(top), "__file__", None)
+    if file is None or (found is not None and not isinstance(found, ModuleType)):
+        return ""
+    own = Path(file).resolve()
+    folder = own.parent.parent if own.stem == "__init__" else own.parent
+    hidden = PathFinder.find_spec(top, [entry for entry in sys.path if Path(entry).resolve() != folder])
+    other = Path(hidden.origin).resolve() if hidden is not None and hidden.origin else own
+    is_hidden = _is_library(other) and not _is_library(own)
+    return f"{file} hides the module {top} of {other}: rename yours" if is_hidden else ""
+
+
+def _is_library(file: Path) -> bool:
+    """Return whether a module belongs to Python or is installed."""
+    return bool(_installed_package(file)) or file.is_relative_to(Path(sysconfig.get_path("stdlib")).resolve())
 
 
 def _installed_package(path: Path) -> str:

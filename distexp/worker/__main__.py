@@ -163,6 +163,8 @@ MAX_MESSAGE = 10_000
 def message_of(error: BaseException) -> str:
     """Return the message of an error without tracebacks, or its start if it is very long."""
     message = without_tracebacks(text_or_repr(error))
+    with suppress(Exception):  # as for its place
+        message = ". ".join(filter(None, (message, custom_code.hidden_library(error))))
     return message if len(message) <= MAX_MESSAGE else f"{message[:MAX_MESSAGE]}... (cut)"
 
 

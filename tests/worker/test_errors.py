@@ -13,7 +13,7 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 from traceback import StackSummary
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader
 
 from distexp.exceptions import ConfigError
 from distexp.system.files import append_line
-from distexp.worker.__main__ import describe_error, loader_error, without_tracebacks
+from distexp.worker.__main__ import describe_error, loader_error, message_of, without_tracebacks
 from tests.helpers.runs import make_spec
 
 TORCH_ERROR = RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598")
@@ -269,6 +269,33 @@ def test_an_error_is_kept_if_its_place_cannot_be_determined(spec_dir: Path, monk
     monkeypatch.setattr("distexp.config.custom_code.custom_code_place", fail)
     found = describe_error(TORCH_ERROR, spec_dir, "train", rank=1)
     assert (found.type, found.place) == ("RuntimeError", None)
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "message"),
+    [
+        ("profile", "import profile; profile.run", "module 'profile' has no attribute 'run'"),
+        ("random", "from random import shuffle", "cannot import name 'shuffle' from 'random' ({file})"),
+        ("torch", "import torch.distributed", "No module named 'torch.distributed'; 'torch' is not a package"),
+        ("mine", "import mine; mine.data", None),
+    ],
+)
+def test_a_module_that_hides_that_of_a_library_is_named(
+    name: str, code: str, message: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, name, ModuleType(name))  # restored after the test
+    monkeypatch.delitem(sys.modules, f"{name}.distributed", raising=False)
+    del sys.modules[name]
+    file = tmp_path / f"{name}.py"
+    file.write_text("VALUE = 1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises((AttributeError, ImportError)) as caught:
+        exec(code, {})
+    found = message_of(caught.value)
+    assert (f"{file} hides the module {name} of " in found) == (message is not None)
+    if message is not None:
+        assert found.startswith(message.format(file=file))
+        assert found.endswith(f"{name}.py: rename yours" if name != "torch" else "torch/__init__.py: rename yours")
 
 
 def test_a_file_of_metrics_that_cannot_be_written_is_named() -> None:
