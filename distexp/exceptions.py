@@ -33,12 +33,44 @@ def first_line(error: BaseException) -> str:
     return (text_of(error).strip().splitlines() or [type(error).__name__])[0]
 
 
-def text_of(error: BaseException) -> str:
-    """Return the message of an error. Custom code may raise an error that cannot be printed."""
+MAX_CAUSES = 3
+"""Errors of a group in a message. The log has all."""
+
+
+def text_or_repr(error: BaseException) -> str:
+    """Return the message of an error; if it is empty, how Python shows the error, or its class."""
     try:
-        return str(error)
+        return text_of(error).strip() or repr(error)
+    except Exception:
+        return type(error).__name__
+
+
+def text_of(error: BaseException) -> str:
+    """Return the message of an error, with those in a group. Custom code may raise an error that cannot be printed."""
+    try:
+        text = str(error)
     except Exception:
         return "its message cannot be printed"
+    if not isinstance(error, BaseExceptionGroup):
+        return text
+    members = leaf_errors(error)
+    causes = [": ".join(dict.fromkeys((type(each).__name__, first_line(each)))) for each in members[:MAX_CAUSES]]
+    return f"{text}: {'; '.join([*causes, *(['...'] if len(members) > MAX_CAUSES else [])])}"
+
+
+def leaf_errors(error: BaseException) -> list[BaseException]:
+    """Return the errors in a group and in the groups in it; the error itself if it is none."""
+    if not isinstance(error, BaseExceptionGroup):
+        return [error]
+    return [leaf for member in error.exceptions for leaf in leaf_errors(member)]
+
+
+class SearchError(RuntimeError):
+    """A process of a trial on ``rank`` failed, not for lack of memory. ``place`` is the line of custom code, if any."""
+
+    def __init__(self, message: str, rank: int, place: str | None) -> None:
+        super().__init__(message)
+        self.rank, self.place = rank, place
 
 
 class SweepFailedError(Exception):
@@ -174,11 +206,12 @@ def describe_os_error(error: OSError) -> str:
 PROCESSES = "the limit of processes may be reached: raise it (ulimit -u, or pids.max of the cgroup), or end others"
 
 LIMITS = {
+    "Too many open files in system": "this machine has as many as it allows (sysctl fs.file-max): end other programs",
     "Too many open files": "raise their limit (ulimit -n)",
     "Resource temporarily unavailable": PROCESSES,
     "can't start new thread": PROCESSES,
 }
-"""Texts of errors at a limit of the system, with what to do."""
+"""Texts of errors at a limit of the system, with what to do. The first one in a message counts."""
 
 
 ALLOCATION = re.compile(
@@ -205,7 +238,7 @@ def name_limit(message: str) -> str:
     """Return the message of an error; if it is about a limit of the system, with the limit in the same line."""
     lines = message.split("\n")
     for number, line in enumerate(lines):
-        hints = [hint for text, hint in LIMITS.items() if text in line]
+        hints = [hint for text, hint in LIMITS.items() if text in line][:1]
         if PROCESSES in hints:  # A new thread needs memory too.
             hints = [memory_limit_hint() or PROCESSES]
         hints += [memory_limit_hint()] if ALLOCATION.search(line) else []

@@ -61,7 +61,9 @@ class CheckpointManager:
         dist.barrier()
         self.model.save(unfinished / MODEL)
         state = {"rng_state": seeding.rng_state(self.context.device), "metrics": self.logger.state()}
-        torch.save(state, _rank_file(unfinished, self.context.rank))
+        # The errors of files that torch opens itself have no reason.
+        with _rank_file(unfinished, self.context.rank).open("wb") as file:
+            torch.save(state, file)
         dist.barrier()
         checksums = self._compute_checksums(unfinished)
         if self.context.rank == 0:

@@ -20,10 +20,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     The code is 0 on success, 1 if a run failed, 2 if the command line is wrong, and 128 + n after signal n.
     """
+    open_closed_streams()
     given = list(sys.argv[1:] if arguments is None else arguments)
     name = given[0] if given and given[0] in COMMANDS else "run"
     rest = given[1:] if given[:1] == [name] else given
     return run_until_pipe_closes(lambda: _run(name, rest))
+
+
+def open_closed_streams() -> None:
+    """Open the standard streams that are closed, as by ``>&-``. A file or socket would get their numbers."""
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(descriptor, True)
+    os.close(descriptor)
 
 
 def _run(name: str, arguments: Sequence[str]) -> int:

@@ -4,18 +4,21 @@ import hashlib
 import importlib
 import inspect
 import re
+import sys
 import sysconfig
 import traceback
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import lru_cache
+from importlib.machinery import PathFinder
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from distexp.config import Config, ConfigError
-from distexp.exceptions import first_line, text_of
+from distexp.exceptions import first_line, leaf_errors, text_of
 from distexp.system.files import PACKAGE
 
 PAGE = "https://distexp.github.io/distexp/how-to/extend/"
@@ -54,7 +57,7 @@ def shorten_errors(target: str, call: str) -> Iterator[None]:
         if target.startswith("distexp."):
             raise
         name = type(error).__name__
-        reason = f"{name}: {first_line(error)}" if str(error).strip() else name
+        reason = f"{name}: {first_line(error)}" if text_of(error).strip() else name
         frame = traceback.extract_tb(error.__traceback__)[-1]
         place = f"{frame.filename}:{frame.lineno}"
         raise ConfigError(
@@ -130,13 +133,19 @@ def _innermost(places: Iterator[tuple[Path, int]]) -> str:
 
 
 LOADER_ERROR = re.compile(
-    r"Caught \w+ in DataLoader worker process.*Traceback \(most recent call last\):(.*)", re.DOTALL
+    r"Caught (\w+) in DataLoader worker process.*Traceback \(most recent call last\):(.*)", re.DOTALL
 )
-"""Message of an error that torch raises again for a data loader process, and the last traceback in it."""
+"""Message of an error that torch raises again for a data loader process: its class, and the last traceback in it."""
 
 
 LOST_LOADER = "DataLoader worker (pid"
 """Start of the message of an error that a data loader process was killed. torch may raise it at any line."""
+
+
+def error_type(error: BaseException) -> str:
+    """Return the class of an error; of one in a data loader process its own, for which torch may raise RuntimeError."""
+    found = LOADER_ERROR.match(text_of(error))
+    return found[1] if found else type(error).__name__
 
 
 def _calls(error: BaseException) -> Iterator[tuple[str, int]]:
@@ -145,10 +154,11 @@ def _calls(error: BaseException) -> Iterator[tuple[str, int]]:
     if message.startswith(LOST_LOADER):
         return
     if found := LOADER_ERROR.match(message):
-        for name, line in re.findall(r'^  File "(.+)", line (\d+)', found[1], re.MULTILINE):
+        for name, line in re.findall(r'^[ |]*  File "(.+)", line (\d+)', found[2], re.MULTILINE):
             yield name, int(line)
     else:
-        yield from ((frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__))
+        for raised in dict.fromkeys((error, leaf_errors(error)[0])):  # The first error of a group is its cause.
+            yield from ((frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(raised.__traceback__))
 
 
 def _places(error: BaseException) -> Iterator[tuple[Path, int]]:
@@ -160,6 +170,27 @@ def _places(error: BaseException) -> Iterator[tuple[Path, int]]:
         in_python = file.is_relative_to(python) and not _installed_package(file.relative_to(python))
         if not in_python and not any(file.is_relative_to(folder) for folder in _library_folders()):
             yield Path(name), line
+
+
+def hidden_library(error: BaseException) -> str:
+    """Return that a module of the user, which lacks what an import needs, hides one of a library; else nothing."""
+    found = getattr(error, "obj", None) if isinstance(error, AttributeError) else None
+    name = str(getattr(error, "name", None) or "") if isinstance(error, ImportError) else getattr(found, "__name__", "")
+    top = name.partition(".")[0]
+    file = getattr(sys.modules.get(top), "__file__", None)
+    if file is None or (found is not None and not isinstance(found, ModuleType)):
+        return ""
+    own = Path(file).resolve()
+    folder = own.parent.parent if own.stem == "__init__" else own.parent
+    hidden = PathFinder.find_spec(top, [entry for entry in sys.path if Path(entry).resolve() != folder])
+    other = Path(hidden.origin).resolve() if hidden is not None and hidden.origin else own
+    is_hidden = _is_library(other) and not _is_library(own)
+    return f"{file} hides the module {top} of {other}: rename yours" if is_hidden else ""
+
+
+def _is_library(file: Path) -> bool:
+    """Return whether a module belongs to Python or is installed."""
+    return bool(_installed_package(file)) or file.is_relative_to(Path(sysconfig.get_path("stdlib")).resolve())
 
 
 def _installed_package(path: Path) -> str:

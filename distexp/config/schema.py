@@ -191,7 +191,7 @@ class TrainConfig:
     log_every: int = key(10, "Steps between two lines of `metrics.jsonl`.", at_least=1)
     seed: int = key(42, "Seed of weights, dropout and sample order.", at_least=0, below=2**32)
     on_nan: str = key(
-        "stop", "When the loss is not finite: stop the run as failed, or record it and continue.",
+        "stop", "When the loss or the gradient norm is not finite: stop the run as failed, or record it and continue.",
         choices=("stop", "record"),
     )  # fmt: skip
     logits: str | None = key(

@@ -21,7 +21,7 @@ from distexp.runs.record import RunRecord, RunSpec
 from distexp.runs.record_sections import RunError
 from distexp.runs.run_dir import EVENTS, GROUP_LOG, OOM_KILLS, OOM_MARK, RANK_LOG, STOPPED_RANKS, WORKER_EXITS
 from distexp.system import files, processes
-from distexp.system.cgroups import oom_kills
+from distexp.system.cgroups import have_increased, oom_kills
 
 PEER_LOSS = re.compile(
     r"connection (reset|closed|refused|was)|closed by peer|broken pipe|socket|timed? ?out|DistBackendError|NCCL",
@@ -113,7 +113,7 @@ def _silent_cause(directory: Path, reason: str, phase: str | None, rank: int | N
 
 def _signal_cause(directory: Path, number: int, process: str, phase: str | None, rank: int | None = None) -> Cause:
     """Return the cause of a run that ended because a signal ended one of its processes."""
-    name = signal.Signals(number).name
+    name = processes.signal_name(number)
     if number == signal.SIGKILL and oom_killed(directory):
         message = f"the kernel ran out of memory and killed {process}"
         return Cause("oom_host", RunError("OutOfMemoryKilled", message, phase, rank))
@@ -170,7 +170,8 @@ def decode_group_signal(code: int) -> int | None:
     """Return the signal that ended the parent process of the workers; None if no signal did."""
     if code == TERMINATED_CODE:
         return signal.SIGTERM
-    return code - SIGNAL_OFFSET if code > SIGNAL_OFFSET and code != STOPPED_CODE else None
+    is_signal = SIGNAL_OFFSET < code < SIGNAL_OFFSET + signal.NSIG and code != STOPPED_CODE
+    return code - SIGNAL_OFFSET if is_signal else None
 
 
 STACK_DUMP_S = 2.0
@@ -253,7 +254,7 @@ def save_counters(directory: Path) -> None:
 
 def mark_if_killed(directory: Path, node: int, before: Mapping[str, int]) -> None:
     """Leave a mark for the node that writes the record, if the OOM counter of this node has increased."""
-    if _increased(before, oom_kills()):
+    if have_increased(before, oom_kills()):
         with suppress(OSError):  # The run has failed anyway, and has a signal as its cause then.
             OOM_MARK.path(directory, node).touch()
 
@@ -263,13 +264,7 @@ def oom_killed(directory: Path) -> bool:
     if OOM_MARK.find(directory):
         return True
     path = directory / OOM_KILLS
-    return path.exists() and _increased(json.loads(path.read_text()), oom_kills())
-
-
-def _increased(before: Mapping[str, int], now: Mapping[str, int]) -> bool:
-    """Return whether the OOM counter of this cgroup has increased, or without one that of the machine."""
-    name = "cgroup" if "cgroup" in before and "cgroup" in now else "machine"
-    return now.get(name, 0) > before.get(name, now.get(name, 0))
+    return path.exists() and have_increased(json.loads(path.read_text()), oom_kills())
 
 
 def add_evidence(record: RunRecord, spec: RunSpec, directory: Path) -> None:

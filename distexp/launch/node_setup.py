@@ -203,8 +203,11 @@ class _Build:
             f"The output of the compiler is in {self.log}: check the compiler with distexp doctor, or choose another "
             "strategy"
         )
-        if any(os.strerror(number) in reason for number in (errno.EROFS, errno.EACCES, errno.ENOSPC, errno.EDQUOT)):
-            folder = extensions_dir(self.environment)
+        folder, named = extensions_dir(self.environment), re.search(r"\[Errno \d+\] .*: '([^']+)'", reason)
+        is_refused = any(
+            os.strerror(number) in reason for number in (errno.EROFS, errno.EACCES, errno.ENOSPC, errno.EDQUOT)
+        )
+        if is_refused or (named is not None and folder.is_relative_to(named[1])):
             advice = f"Make room for {folder}, or set TORCH_EXTENSIONS_DIR to a folder that you can write"
         return OperatorError(
             f"DeepSpeed's operators ({', '.join(self.names)}) could not be compiled: {reason}. {advice}"

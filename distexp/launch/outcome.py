@@ -117,7 +117,7 @@ def finalize_run(
         error = RunError("Stopped", stopped, failures.current_phase(directory))
         record = failed_record(spec, directory, stopped_status, error, started, ended=ended)
     elif record is None:
-        cause = failures.classify_failure(directory, codes, spec)
+        cause = find_cause(spec, directory, codes)
         record = failed_record(spec, directory, cause.status, cause.error, started, ended=ended)
     for add, failed in STEPS.items():
         try:
@@ -128,6 +128,15 @@ def finalize_run(
     attempts.record_attempt_end(record)
     record.write(directory)
     return record
+
+
+def find_cause(spec: RunSpec, directory: Path, codes: Mapping[int, int]) -> failures.Cause:
+    """Return the cause of a run that did not complete, also if the search for it fails."""
+    try:
+        return failures.classify_failure(directory, codes, spec)
+    except Exception as failure:  # Without a record, the run would count as one whose launcher died.
+        message = f"the run failed, and its cause cannot be determined ({failure}): see logs/node*/*.log"
+        return failures.Cause("failed", RunError(type(failure).__name__, message))
 
 
 def finalize_dead_run(directory: Path, launcher: int, trusted: Sequence[str]) -> None:

@@ -19,7 +19,7 @@ from distexp.config.model_checks import TIMM_MISSING, validate_model
 from distexp.config.overrides import join_first
 from distexp.config.tasks import TASKS, task_of
 from distexp.data.base import IGNORE, TaskData
-from distexp.exceptions import first_line
+from distexp.exceptions import first_line, text_of
 from distexp.models.dropout import set_dropout
 from distexp.models.objective import LOSS_SUM, get_logits
 from distexp.models.transforms import embedding_of
@@ -60,7 +60,9 @@ def named_options(model: ModelConfig) -> Iterator[None]:
         if isinstance(error, ConfigError) or not model.options:
             raise
         reason = f"{type(error).__name__}: {first_line(error)}"
-        named = [name for name, value in model.options.items() if isinstance(value, str) and repr(value) in str(error)]
+        named = [
+            name for name, value in model.options.items() if isinstance(value, str) and repr(value) in text_of(error)
+        ]
         typed = [f"model.options.{name}={shown(model.options[name])}" for name in named or model.options]
         raise ConfigError(
             f"transformers cannot build model.name={model.name} with {join_first(typed, 4)} ({reason}): correct "

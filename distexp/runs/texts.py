@@ -15,7 +15,7 @@ from typing import Any
 from distexp.exceptions import ConfigError, memory_limit_hint, text_of
 from distexp.runs.record import RunRecord
 from distexp.runs.record_sections import RunError
-from distexp.runs.run_dir import DISK_RESERVE, directory_key
+from distexp.runs.run_dir import CHECKPOINTS, DISK_RESERVE, directory_key
 from distexp.system.typed_values import number_of, texts_of
 
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
@@ -58,6 +58,35 @@ def _refusal(error: BaseException) -> int | None:
     if "unexpected pos " in text_of(error) and resource.getrlimit(resource.RLIMIT_FSIZE)[0] != resource.RLIM_INFINITY:
         return errno.EFBIG
     return next((number for number in REFUSALS if os.strerror(number) in text_of(error)), None)
+
+
+LOST_WRITE = re.compile(r"iostream error|PytorchStreamWriter failed|unexpected pos ")
+"""Errors of torch that could not write a file. They have neither the number of the system's error nor the file."""
+
+PROBE_BYTES = 1 << 20
+
+
+def explain_lost_write(error: BaseException, run_dir: Path) -> BaseException:
+    """Return why torch could not write a file of a checkpoint; another error as it is.
+
+    The system may refuse a small file next to it with a number. If it does not, the message gets the folder.
+    """
+    if not LOST_WRITE.search(text_of(error)) or type(error) is not RuntimeError or is_full_disk(error):
+        return error
+    folder = next((run_dir / CHECKPOINTS).glob(".step-*.tmp"), run_dir)
+    probe = folder / f".probe-{os.getpid()}"
+    try:
+        with probe.open("wb") as file:
+            file.write(bytes(PROBE_BYTES))
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as refusal:
+        return OSError(refusal.errno, refusal.strerror, str(probe))
+    finally:
+        with suppress(OSError):
+            probe.unlink(missing_ok=True)
+    reason = f"torch could not write a file in {folder}: check the quota of its disk, and how much is free"
+    return RuntimeError(f"{reason} ({text_of(error)})")
 
 
 def free_bytes(folder: Path) -> int:

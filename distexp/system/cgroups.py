@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -129,6 +129,12 @@ def oom_kills() -> dict[str, int]:
     in_cgroup = next((count for path in files if (count := _read_counter(path)) is not None), None)
     counters = {"machine": _read_counter(Path("/proc/vmstat")), "cgroup": in_cgroup}
     return {name: count for name, count in counters.items() if count is not None}
+
+
+def have_increased(before: Mapping[str, int], now: Mapping[str, int]) -> bool:
+    """Return whether the OOM counter of this cgroup has increased, or without one that of the machine."""
+    name = "cgroup" if "cgroup" in before and "cgroup" in now else "machine"
+    return now.get(name, 0) > before.get(name, now.get(name, 0))
 
 
 def _read_counter(path: Path) -> int | None:

@@ -201,8 +201,12 @@ Entry = dict[str, Any]
 
 def append_line(file: TextIO, content: Entry) -> None:
     """Write one JSON line and flush it, so that a crash loses nothing."""
-    file.write(json.dumps(nan_to_none(content)) + "\n")
-    file.flush()
+    try:
+        file.write(json.dumps(nan_to_none(content)) + "\n")
+        file.flush()
+    except OSError as error:  # The system names a file only if it is opened.
+        error.filename = file.name
+        raise
 
 
 def read_entries(path: Path) -> list[Entry]:

@@ -38,6 +38,13 @@ def end_at_once(code: int) -> NoReturn:
     os._exit(code)
 
 
+def signal_name(number: int) -> str:
+    """Return the name of a signal. Python has names for the first and the last real-time signal only."""
+    if number in {*signal.Signals}:
+        return signal.Signals(number).name
+    return f"SIGRTMIN+{number - signal.SIGRTMIN}" if signal.SIGRTMIN < number < signal.SIGRTMAX else f"signal {number}"
+
+
 def start_module(
     module: str,
     *arguments: str,

@@ -6,6 +6,7 @@ import threading
 from pathlib import Path
 
 from distexp.config.custom_code import check_members, check_returned, locate
+from distexp.exceptions import text_of
 from distexp.runs.record import RunRecord, RunSpec
 from distexp.runs.run_dir import EVENTS, METRICS, RECORD, TRACKER_END
 from distexp.system import files, processes
@@ -31,7 +32,8 @@ def main() -> None:
         for message in messages:
             print(f"{name}: {message}")
     except Exception as error:
-        print(f"warning: tracker={name} failed, and the run continued without it: {type(error).__name__}: {error}")
+        reason = f"{type(error).__name__}: {text_of(error)}"
+        print(f"warning: tracker={name} failed, and the run continued without it: {reason}")
 
 
 def follow(tracker: Tracker, directory: Path, over: threading.Event) -> list[str]:

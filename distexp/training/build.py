@@ -19,6 +19,7 @@ from distexp.data.base import Samples, TaskData
 from distexp.data.image_cache import cache_images
 from distexp.data.loader import BatchSharding, ShardedBatchSampler, ShardedLoader
 from distexp.distributed.context import Context
+from distexp.distributed.process_group import gather_to_all
 from distexp.models import attention, dropout, head, hf, task_models, transforms
 from distexp.models import blueprint as introspection
 from distexp.models.adapter import add_adapter
@@ -87,9 +88,10 @@ def _keep_targets(config: Config, data: TaskData) -> TaskData:
 
 
 def make_loaders(config: Config, data: TaskData, context: Context) -> tuple[ShardedLoader, ShardedLoader]:
-    """Return this rank's loaders of the training and the evaluation set."""
+    """Return this rank's loaders of the training and the evaluation set; a collective."""
     train, place = config.train, (context.data_rank, context.data_parallel)
     unit = "rows" if config.dataset.packing else "samples"
+    _check_equal_sizes(data, unit, evaluates=train.evaluate)
     if data.evaluation is data.train:  # Each loader sets the epoch of its own object.
         data = replace(data, evaluation=copy(data.evaluation))
     error = model_checks.check_samples_per_rank(
@@ -105,6 +107,23 @@ def make_loaders(config: Config, data: TaskData, context: Context) -> tuple[Shar
         load(data.train, data, training, context.device, shuffle=True, lengths=lengths),
         load(data.evaluation, data, evaluation, context.device, shuffle=False, lengths=None),
     )
+
+
+def _check_equal_sizes(data: TaskData, unit: str, *, evaluates: bool) -> None:
+    """Raise ConfigError if sizes of the data differ between the ranks; a collective.
+
+    Such ranks have other numbers of steps or other weights, and wait for each other.
+    """
+    sizes = {f"the training set has {{}} {unit}": len(data.train), "num_classes of the data is {}": data.num_classes}
+    if evaluates:
+        sizes["the evaluation set has {} samples"] = len(data.evaluation)
+    for message, found in zip(sizes, zip(*gather_to_all(list(sizes.values())), strict=True), strict=True):
+        other = next((rank for rank, size in enumerate(found) if size != found[0]), None)
+        if other is not None:
+            raise ConfigError(
+                f"{message.format(found[0])} on rank 0, but {found[other]} on rank {other}: load the same data on "
+                "every rank, because distexp gives each its share of the samples"
+            )
 
 
 def model_factory(config: Config, data: TaskData) -> Callable[[], nn.Module]:

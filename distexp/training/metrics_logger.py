@@ -44,12 +44,21 @@ class MetricsLogger:
     """The metrics of one training. Every method is a collective, because some reduce over the ranks.
 
     Losses, counts and run time include earlier attempts of the run. Speed is measured on the steps of this attempt.
+    With fp16 (``scales_loss``), a step with an infinite gradient is skipped until the scale of the loss is right.
     """
 
-    def __init__(self, plan: inputs.StepPlan, context: Context, events: Events, watchers: Sequence[Watcher]) -> None:
+    def __init__(
+        self,
+        plan: inputs.StepPlan,
+        context: Context,
+        events: Events,
+        watchers: Sequence[Watcher],
+        *,
+        scales_loss: bool = False,
+    ) -> None:
         self.plan, self.context, self.events, self.watchers = plan, context, events, Watchers(watchers)
         self.clock, self.counts = StepClock(context.device), StepCounts()
-        self.history = LossHistory(allows_nan=plan.train.on_nan == "record")
+        self.history = LossHistory(allows_nan=plan.train.on_nan == "record", allows_infinite_gradients=scales_loss)
         self.heartbeat = run_state.Heartbeat(context.run_dir, enabled=context.rank == 0)
         self.metrics = Metrics(steps_per_epoch=plan.steps_per_epoch, total_steps=plan.total_steps)
         self.memory: dict[str, Any] = {}  # what the watchers add to that section of the record, after ``finish``
@@ -135,7 +144,7 @@ class MetricsLogger:
         self.events.advance(self.steps)
         self.samples += data.num_samples
         self.data_wait_s += data.wait_s
-        self.history.add(contribution, data.normalizer)
+        self.history.add(contribution, data.normalizer, norm)
         if self.steps % self.plan.train.log_every == 0 or self.steps == self.plan.total_steps:
             self._write_line(norm, rate)
         if phase != next_phase == PROFILE:
@@ -174,7 +183,7 @@ class MetricsLogger:
             eval_accuracy=accuracy,
             eval_top5_accuracy=top5_accuracy,
         )
-        self.history.check_finite(evaluation.loss, f"the evaluation after step {self.steps}")
+        self.history.check_finite(evaluation.loss, f"the loss of the evaluation after step {self.steps}")
 
     def finish(self) -> Metrics:
         """Return the metrics of the whole training."""
@@ -267,50 +276,58 @@ class MetricsLogger:
 
 
 class DivergedError(RuntimeError):
-    """The loss is NaN or infinite."""
+    """The loss or the gradient norm is NaN or infinite."""
+
+
+DIVERGED_HINT = "lower train.learning_rate"
+FIRST_STEP_HINT = "no update was made yet, so check the weights and the data for NaN and very large values"
 
 
 class LossHistory:
     """Loss and accuracy of each step, as means over all ranks.
 
-    Each rank keeps its contributions on the device. ``reduce`` sums those of several steps in one collective.
+    Each rank keeps its contributions on the device. ``reduce`` sums those of several steps in one collective. The
+    gradient norms are checked then too, because the CPU would wait for the device if each step did it.
     """
 
-    def __init__(self, *, allows_nan: bool) -> None:
+    def __init__(self, *, allows_nan: bool, allows_infinite_gradients: bool) -> None:
         self.losses: list[float] = []  # loss of each reduced step
         self.accuracies: list[float] = []  # accuracy of each reduced step, from 0 to 1; 0 for text
         self.router_losses: list[float] = []  # router loss of each reduced step, if the model has one
-        self._allows_nan = allows_nan
+        self._allows_nan, self._checks_norms = allows_nan, not (allows_nan or allows_infinite_gradients)
         self._contributions: list[Tensor] = []  # of this rank, since the last reduction
         self._targets: list[Tensor] = []  # of all ranks, for the same steps
+        self._norms: list[Tensor] = []  # of the gradients of all ranks, for the same steps
 
-    def add(self, contribution: Tensor, targets: Tensor) -> None:
-        """Add this rank's part of a step, as in ``partial_metrics``, and the targets of all ranks."""
+    def add(self, contribution: Tensor, targets: Tensor, norm: Tensor) -> None:
+        """Add this rank's part of a step, as in ``partial_metrics``; targets and norm are those of all ranks."""
         self._contributions.append(contribution)
         self._targets.append(targets)
+        self._norms.append(norm.detach())
 
     def reduce(self) -> None:
         """Sum the latest contributions over the ranks; raise DivergedError, or ConfigError if a step has no target."""
         if not self._contributions:
             return
         losses, accuracies, *router = sum_over_ranks(torch.stack(self._contributions, dim=1)).tolist()
-        self._contributions, targets = [], self._targets
-        self._targets = []
+        norms = torch.stack(self._norms).tolist() if self._checks_norms else [0.0] * len(losses)
+        targets = self._targets
+        self._contributions, self._targets, self._norms = [], [], []
         first = len(self.losses) + 1
         self.losses += losses
         self.accuracies += accuracies
         self.router_losses += router[0] if router else []
-        for step, (loss, count) in enumerate(zip(losses, targets, strict=True), start=first):
+        for step, (loss, norm, count) in enumerate(zip(losses, norms, targets, strict=True), start=first):
             if not self._allows_nan and not math.isfinite(loss):
                 check_targets(count, f"step {step}", "raise train.micro_batch_size")
-            self.check_finite(loss, f"step {step}")
+            hint = FIRST_STEP_HINT if step == 1 else DIVERGED_HINT
+            self.check_finite(loss, f"the loss of step {step}", hint)
+            self.check_finite(norm, f"the gradient norm of step {step}", hint)
 
-    def check_finite(self, loss: float, source: str) -> None:
-        """Raise DivergedError if a loss is NaN or infinite, unless this is allowed."""
-        if not self._allows_nan and not math.isfinite(loss):
-            raise DivergedError(
-                f"the loss of {source} is {loss}: lower train.learning_rate, or set train.on_nan=record to continue"
-            )
+    def check_finite(self, value: float, name: str, hint: str = DIVERGED_HINT) -> None:
+        """Raise DivergedError if a value is NaN or infinite, unless this is allowed."""
+        if not self._allows_nan and not math.isfinite(value):
+            raise DivergedError(f"{name} is {value}: {hint}, or set train.on_nan=record to continue")
 
 
 def check_targets(targets: float | Tensor, source: str, hint: str) -> None:

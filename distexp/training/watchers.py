@@ -7,6 +7,7 @@ from typing import Any
 
 from distexp.config import MeasureConfig, custom_code
 from distexp.distributed.context import Context
+from distexp.exceptions import text_of
 from distexp.measure.memory.rank_memory import AllocatorWatch, OutOfMemoryWatch, PartsWatch
 from distexp.measure.memory.step_recording import StepRecording, has_history
 from distexp.measure.profiling.profiler import StepProfiler
@@ -89,6 +90,6 @@ def _custom_summary(watcher: Watcher, steps: MeasuredSteps) -> dict[str, Any]:
         found = dict(watcher.summary(steps))
         json.dumps(found, allow_nan=False)
     except Exception as error:  # any: the code of the user raises it
-        print(f"note: {name} has no summary: {type(error).__name__}: {error}", flush=True)
+        print(f"note: {name} has no summary: {type(error).__name__}: {text_of(error)}", flush=True)
         return {}
     return {name: found} if found else {}

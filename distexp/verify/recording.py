@@ -349,8 +349,16 @@ def arithmetic_of(device: torch.device) -> list[str]:
 class RecordingLogger(MetricsLogger):
     """A logger whose only watcher is a recorder, which also gets what the loop logs."""
 
-    def __init__(self, plan: StepPlan, events: Events, recorder: Recorder, further: Sequence[Watcher] = ()) -> None:
-        super().__init__(plan, recorder.context, events, [recorder, *further])
+    def __init__(
+        self,
+        plan: StepPlan,
+        events: Events,
+        recorder: Recorder,
+        further: Sequence[Watcher] = (),
+        *,
+        scales_loss: bool = False,
+    ) -> None:
+        super().__init__(plan, recorder.context, events, [recorder, *further], scales_loss=scales_loss)
         self.recorder = recorder
 
     def follow(self, module: nn.Module, optimizer: Any) -> None:

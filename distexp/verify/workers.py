@@ -47,7 +47,7 @@ from distexp.verify.comparison import Comparison, Recording, compare_resumed, er
 from distexp.verify.diagnosis import Finding, diagnose, first_finding
 from distexp.verify.phases import DIFFERENT, EQUAL, JOB, NOT_COMPARABLE, RunSettings
 from distexp.verify.recording import Recorder, RecordingLogger
-from distexp.worker.__main__ import redirect_output, without_tracebacks
+from distexp.worker.__main__ import message_of, redirect_output
 from distexp.worker.preload import preload
 from distexp.worker.rank import silence_libraries
 
@@ -167,7 +167,7 @@ def run_rank(runs: Sequence[str], rank: int, parent: int) -> None:
         code = 0
     except BaseException as error:
         traceback.print_exc()
-        message = f"{type(error).__name__}: {without_tracebacks(str(error).strip()) or repr(error)}"
+        message = f"{type(error).__name__}: {message_of(error)}"
         with suppress(FileExistsError), (current / ERROR).open("x") as file:
             text = str(error) if isinstance(error, ConfigError) else message
             json.dump({"rank": rank, "error": text.splitlines()[0]}, file)
@@ -194,7 +194,7 @@ def record_run(spec: RunSpec, settings: RunSettings, context: Context) -> None:
     plan, events = StepPlan(config.train, training.steps_per_epoch), Events(context.run_dir, enabled=context.rank == 0)
     recorder = Recorder(settings, context)
     further = [watchers.custom_watcher(target) for target in config.measure.watchers]
-    logger = RecordingLogger(plan, events, recorder, further)
+    logger = RecordingLogger(plan, events, recorder, further, scales_loss=config.precision.name == "fp16")
     inputs = TrainingInputs(training, evaluation, plan, logger, spec.run.id)
     make_model = partial(make_blueprint, config, data, context, settings)
     model, _ = load_trainer(config).train(make_model, config, context, inputs)

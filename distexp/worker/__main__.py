@@ -6,6 +6,7 @@ It imports no torch before its log is open. Its error goes to a file next to the
 import argparse
 import faulthandler
 import os
+import re
 import signal
 import sys
 import time
@@ -13,16 +14,17 @@ import traceback
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from distexp.config import ConfigError, custom_code
-from distexp.exceptions import text_of
+from distexp.exceptions import MAX_CAUSES, SearchError, text_of, text_or_repr
 from distexp.runs import attempts, texts
 from distexp.runs.events import Events, ProgressWriter
 from distexp.runs.record import RunSpec
 from distexp.runs.record_sections import RunError
 from distexp.runs.run_dir import ALLOCATOR, RANK_ERROR, RANK_LOG
 from distexp.system import environment_variables, files, processes
+from distexp.worker.preload import check_torch
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
@@ -48,12 +50,19 @@ def run_worker(run_dir: Path, *, launched: bool) -> NoReturn:
         faulthandler.enable()
         faulthandler.register(signal.SIGUSR1)  # The agent sends it to get the stacks when a run hangs.
         events = Events(run_dir, enabled=rank == 0, progress=ProgressWriter(run_dir, node, rank))
+        check_torch()
         from distexp.worker.rank import run_rank
 
         run_rank(run_dir, events, started, launched=launched)
-    except BaseException as error:
+    except BaseException as raised:
         try:
-            cause = describe_error(error, run_dir, events.phase if events else "setup", rank)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises if a data loader process ends.
+            error = loader_error(raised)
+            phase = events.phase if events else "setup"
+            try:
+                cause = describe_error(error, run_dir, phase, rank)
+            except Exception:  # Custom code may define an error that no code can inspect.
+                cause = RunError(type(error).__name__, "its message cannot be printed", phase, rank)
             texts.release_reserve(run_dir)  # The disk may be full, and what follows needs space.
             attempts.write_error_file(RANK_ERROR.path(run_dir, node, rank), cause)
             print_error(error)
@@ -88,8 +97,44 @@ def print_error(error: BaseException) -> None:
     sys.stderr.flush()
 
 
+def loader_error(error: BaseException) -> BaseException:
+    """Return the error of a data loader process, if another one hides it; else the error.
+
+    torch passes the message by name if the class has the attribute ``message``. That of a group takes no such argument.
+    Tensors of a process that ended cannot be received.
+    """
+    if isinstance(error, FileNotFoundError | ConnectionError | EOFError) or "ancdata" in text_of(error):
+        return lost_loader() or error
+    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__) if frame.f_code.co_name == "reraise")
+    wrapper: Any = next((frame.f_locals.get("self") for frame in frames), None)
+    if not hasattr(wrapper, "exc_msg") or text_of(error).startswith("Caught "):
+        return error
+    message = f"Caught {wrapper.exc_type.__name__} {wrapper.where}.\nOriginal {wrapper.exc_msg}"
+    return RuntimeError(message).with_traceback(error.__traceback__)
+
+
+LOADER_END_S = 1.0
+"""Time for the end of a process that has already closed its connections."""
+
+
+def lost_loader() -> RuntimeError | None:
+    """Return torch's error about a data loader process that ended early, or None."""
+    torch, deadline = sys.modules.get("torch"), time.monotonic() + LOADER_END_S
+    while torch is not None and processes.descendants(os.getpid(), recursive=False):
+        try:
+            torch._C._error_if_any_worker_fails()
+        except RuntimeError as error:
+            return error
+        if time.monotonic() > deadline:
+            return None
+        time.sleep(0.05)
+    return None
+
+
 def describe_error(error: BaseException, run_dir: Path, phase: str, rank: int) -> RunError:
     """Return the error of a rank for its record."""
+    if type(error).__name__ == "CheckpointException" and (failures := getattr(error, "failures", None)):
+        rank, (error, _) = min(failures.items(), key=lambda failure: failure[0])  # Torch raises it on all ranks.
     place, is_custom = None, False
     with suppress(Exception):  # The error must be written even if its place in custom code cannot be determined.
         trusted = RunSpec.read(run_dir).config.trusted_packages
@@ -97,13 +142,18 @@ def describe_error(error: BaseException, run_dir: Path, phase: str, rank: int) -
         place = custom_code.custom_code_place(error, trusted) or None
     # Libraries do not always name a full disk, so the free space is checked after a failed save.
     is_lost_save = phase == "save" and not is_custom and texts.free_bytes(run_dir) < texts.FULL_BYTES
+    if phase == "save" and not is_custom and not is_lost_save:
+        error = texts.explain_lost_write(error, run_dir)
     if texts.is_full_disk(error, by_number=is_custom) or is_lost_save:
         return texts.full_disk_error(error, run_dir, phase, rank, place)
     oom = sys.modules.get("distexp.measure.memory.rank_memory")  # None if the error came before torch was imported
     memory = oom.report_of(error) if oom is not None else None
     if memory or isinstance(error, ConfigError):
         place = None
-    return RunError(type(error).__name__, message_of(error), phase, rank, place=place, memory=memory)
+    if isinstance(error, SearchError):  # All ranks raise it.
+        rank, place = error.rank, error.place
+    name = custom_code.error_type(error)
+    return RunError(name, message_of(error), phase, rank, place=place, memory=memory)
 
 
 MAX_MESSAGE = 10_000
@@ -112,8 +162,14 @@ MAX_MESSAGE = 10_000
 
 def message_of(error: BaseException) -> str:
     """Return the message of an error without tracebacks, or its start if it is very long."""
-    message = without_tracebacks(text_of(error).strip()) or repr(error)
+    message = without_tracebacks(text_or_repr(error))
+    with suppress(Exception):  # as for its place
+        message = ". ".join(filter(None, (message, custom_code.hidden_library(error))))
     return message if len(message) <= MAX_MESSAGE else f"{message[:MAX_MESSAGE]}... (cut)"
+
+
+GROUP_LINE = re.compile(r"^ *\| (\S.*)$", re.MULTILINE)
+"""A message or a heading in the traceback of a group of errors, whose other lines have more blanks after the bar."""
 
 
 def without_tracebacks(message: str) -> str:
@@ -121,6 +177,10 @@ def without_tracebacks(message: str) -> str:
 
     Loaders and distributed checkpoints put the tracebacks of other processes into their messages.
     """
+    if message.startswith("Caught ") and "Exception Group Traceback" in message:
+        group, *causes = [line for line in GROUP_LINE.findall(message) if "Traceback (most recent" not in line]
+        shown = [*causes[:MAX_CAUSES], *(["..."] if len(causes) > MAX_CAUSES else [])]
+        return f"{group.partition(': ')[2]}: {'; '.join(shown)}"
     before, found, last = message.rpartition("Traceback (most recent call last):")
     lines = last.splitlines()[1:]
     start = next((number for number, line in enumerate(lines) if line and not line[0].isspace()), None)

@@ -11,7 +11,8 @@ import signal
 import time
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -21,23 +22,21 @@ from typing import Any, ClassVar, NoReturn
 import torch
 
 from distexp.config import ConfigError
+from distexp.config.custom_code import custom_code_place
 from distexp.distributed.context import Context
 from distexp.distributed.process_group import Store, join, open_store, sub_store
+from distexp.exceptions import SearchError
 from distexp.runs import texts
 from distexp.runs.record import RunSpec
 from distexp.runs.run_dir import SEARCH_LOG
 from distexp.strategies.base import load_strategy
-from distexp.system import processes, seeding
+from distexp.system import cgroups, processes, seeding
 from distexp.worker.__main__ import redirect_output
 from distexp.worker.compile_cache import use_compile_cache
 
 LONGEST = timedelta(days=1)  # Timeout for a message of another rank. The agents end a run that hangs earlier.
 MEMORY_CODE = 77  # exit code of a process that ran out of memory
 LATE = "late"  # key of a store: rank 0 ended the processes because their time was over
-
-
-class SearchError(RuntimeError):
-    """A process of a trial failed, and not for lack of memory."""
 
 
 @dataclass(frozen=True)
@@ -71,10 +70,10 @@ class ForkedTrial(ABC):
         """
         rank, world_size = int(os.environ["RANK"]), self.spec.world_size
         with TemporaryDirectory(prefix="distexp-search-") as folder:
-            parent, pid = os.getpid(), os.fork()
+            parent, kills_before, pid = os.getpid(), cgroups.oom_kills(), os.fork()
             if pid == 0:
                 self._run_process(parent, Path(folder))
-            code = self._wait(pid, deadline, watches=rank == 0)
+            code = explain_code(self._wait(pid, deadline, watches=rank == 0), kills_before)
             error = Path(folder, "error.json")
             known = code not in (0, None) and error.exists()
             self.store.set(f"end/{rank}", error.read_text() if known else json.dumps({"code": code}))
@@ -124,6 +123,8 @@ class ForkedTrial(ABC):
             traceback.print_exception(error)
             code = MEMORY_CODE if is_out_of_memory(error) else 1
             content = {"code": code, "time": time.time(), "type": type(error).__name__, "message": str(error)}
+            with suppress(Exception):  # as for the error of a rank
+                content["place"] = custom_code_place(error, self.spec.config.trusted_packages) or None
             content["errors"] = error.errors if isinstance(error, ConfigError) else None
             content["cause"] = getattr(error, "cause", None)  # of a CompilationError
             (folder / "error.json").write_text(json.dumps(content))
@@ -135,8 +136,10 @@ class ForkedTrial(ABC):
         first, end = first_failure(ends)
         if end.get("errors"):
             raise ConfigError(end["errors"])
-        detail = f"{end['type']}: {end['message']}" if "type" in end else f"exit code {end['code']}"
-        raise SearchError(f"{self.purpose} failed on rank {first} ({detail}): see {log_of(first)}, or {self.hint}")
+        code = f"exit code {end['code']}" if end["code"] > 0 else f"terminated by {processes.signal_name(-end['code'])}"
+        detail = f"{end['type']}: {end['message']}" if "type" in end else code
+        message = f"{self.purpose} failed on rank {first} ({detail}): see {log_of(first)}, or {self.hint}"
+        raise SearchError(message, first, end.get("place"))
 
 
 def log_of(rank: int) -> str:
@@ -149,9 +152,15 @@ def is_out_of_memory(error: BaseException) -> bool:
     return texts.out_of_memory_status(type(error).__name__, str(error)) is not None
 
 
+def explain_code(code: int | None, kills_before: Mapping[str, int]) -> int | None:
+    """Return how a process ended: MEMORY_CODE if the kernel killed it for memory, or may have done so."""
+    is_counted = not kills_before or cgroups.have_increased(kills_before, cgroups.oom_kills())
+    return MEMORY_CODE if code == -signal.SIGKILL and is_counted else code
+
+
 def ran_out_of_memory(ends: Sequence[dict[str, Any]]) -> bool:
     """Return whether a process ran out of memory."""
-    return any(end["code"] in (MEMORY_CODE, -signal.SIGKILL) for end in ends)
+    return any(end["code"] == MEMORY_CODE for end in ends)
 
 
 def first_failure(ends: Sequence[dict[str, Any]]) -> tuple[int, dict[str, Any]]:

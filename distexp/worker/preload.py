@@ -41,8 +41,19 @@ def declared_preloads(module: ModuleType | None, device: str) -> tuple[str, ...]
     return (*getattr(module, "PRELOAD", ()), *on_cpu)
 
 
+_torch_errors: list[Exception] = []
+
+
+def check_torch() -> None:
+    """Raise the error of an import of torch that failed here. Torch cannot be imported again to see it."""
+    for error in _torch_errors:
+        raise error
+
+
 def preload(modules: Sequence[str], device: str) -> None:
     """Import some modules and what they declare; a module that fails is left to the workers to report."""
+    if _torch_errors:
+        return
     gc.disable()  # Imports make a million objects and no garbage: a tenth of their time is the collector's.
     # ``torch.cuda.is_available()`` asks NVML, so that it does not initialize CUDA.
     with environment_variables.variable_set("PYTORCH_NVML_BASED_CUDA_CHECK", "1"), ExitStack() as stack:
@@ -55,6 +66,9 @@ def preload(modules: Sequence[str], device: str) -> None:
                     module.import_compiler()
             except Exception as error:
                 print(f"cannot import {name} ahead of the workers: {error!r}", file=sys.stderr)
+                if name == "torch":  # as with a wrong value of TORCH_LOGS
+                    _torch_errors.append(error)
+                    break
     gc.enable()
     gc.freeze()  # the collector of a worker does not touch, and so does not copy, what it shares with the others
 

@@ -24,6 +24,7 @@ from distexp.data.tokenization import Tokenizer
 from distexp.distributed.context import Context
 from distexp.distributed.process_group import gather_to_all, join
 from distexp.engines.base import load_trainer
+from distexp.exceptions import text_of
 from distexp.hardware.facts import peak_tflops
 from distexp.measure.flops import training_flops
 from distexp.models import blueprint, dropout, head, hf, transforms
@@ -132,7 +133,8 @@ def make_inputs(spec: RunSpec, data: TaskData, context: Context, events: Events)
     training, evaluation = build.make_loaders(spec.config, data, context)
     training.on_batch = evaluation.on_batch = events.advance
     plan = StepPlan(spec.config.train, training.steps_per_epoch)
-    logger = MetricsLogger(plan, context, events, watchers.build_watchers(plan, spec.config.measure, context))
+    built = watchers.build_watchers(plan, spec.config.measure, context)
+    logger = MetricsLogger(plan, context, events, built, scales_loss=spec.config.precision.name == "fp16")
     return TrainingInputs(training, evaluation, plan, logger, spec.run.id)
 
 
@@ -252,7 +254,7 @@ def add_flops(record: RunRecord, config: Config, data: TaskData, logger: Metrics
     try:
         flops = training_flops(config, data, logger.measured_work, logger.context.device)
     except Exception as error:  # any: the code of the model raises it, and the training is finished
-        print(f"note: the FLOPs of the model are not counted: {type(error).__name__}: {error}", flush=True)
+        print(f"note: the FLOPs of the model are not counted: {type(error).__name__}: {text_of(error)}", flush=True)
         return
     precision = config.precision.outside_products  # There is no ceiling of float8: its utilization is that of bf16.
     per_sample, world_size = 1e12 * logger.counts.measured_samples, logger.context.world_size

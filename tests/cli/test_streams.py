@@ -21,6 +21,15 @@ def test_a_closed_output_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
     assert main(["--version"]) == 0
 
 
+def test_a_file_never_gets_the_number_of_a_closed_stream() -> None:
+    """The workers of a run would print to it, and a socket that ends looks like a closed output."""
+    program = (
+        "import os\nfrom distexp.cli.main import main\nfor number in range(3): os.close(number)\n"
+        "main(['--version'])\nos._exit(os.open('/', os.O_RDONLY))\n"
+    )
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 3
+
+
 def test_a_full_output_is_an_error_without_a_traceback(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

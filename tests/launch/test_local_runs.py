@@ -327,14 +327,15 @@ def test_a_failed_run_reports_its_cause_and_exits_with_1(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("error", "cause"),
+    ("error", "status", "cause"),
     [
-        (BrokenPipeError(), "the program that read the output has ended, for example `head`"),
-        (InterruptedRunError(signal.SIGTERM), "stopped by SIGTERM"),
+        (BrokenPipeError(), "killed", "the program that read the output has ended, for example `head`"),
+        (InterruptedRunError(signal.SIGTERM), "killed", "stopped by SIGTERM"),
+        (OSError(5, "Input/output error", "/logs/x"), "failed", "the command failed: /logs/x: Input/output error"),
     ],
 )
 def test_what_stops_a_run_is_the_cause_in_its_record(
-    error: BaseException, cause: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    error: BaseException, status: str, cause: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def stop(live: LiveRun) -> None:
         raise error
@@ -345,7 +346,7 @@ def test_what_stops_a_run_is_the_cause_in_its_record(
         run_locally(spec, tmp_path, Screen(1, tmp_path), shared_start, LocalLauncher().agent_command)
     record = RunRecord.read(tmp_path / "record.json")
     assert record.error is not None
-    assert (record.status, record.error.message) == ("killed", cause)
+    assert (record.status, record.error.message) == (status, cause)
 
 
 def test_ctrl_c_while_the_record_is_written_is_not_lost() -> None:

@@ -146,6 +146,12 @@ def test_a_failed_build_names_the_error_of_the_compiler(tmp_path: Path, environm
     assert missing_operators(["broken"], environment) == ["broken"]
 
 
+def test_a_folder_of_operators_that_cannot_be_created_is_named(tmp_path: Path, environment: dict[str, str]) -> None:
+    missing = {**environment, "TORCH_EXTENSIONS_DIR": "/proc/1/nocache"}
+    with pytest.raises(OperatorError, match="or set TORCH_EXTENSIONS_DIR to a folder that you can write"):
+        build_operators(["adam"], missing, tmp_path / "log", lambda _: None)
+
+
 @pytest.mark.parametrize(
     ("overrides", "needed"),
     [

@@ -135,6 +135,12 @@ def test_a_limit_of_the_data_is_named_for_a_thread(limit: int, hint: str, monkey
     assert hint in name_limit("RuntimeError: can't start new thread")
 
 
+def test_the_limit_of_files_of_the_machine_is_not_that_of_a_process() -> None:
+    message = "[Errno 23] Too many open files in system"
+    hint = "this machine has as many as it allows (sysctl fs.file-max): end other programs"
+    assert name_limit(name_limit(message)) == f"{message}: {hint}"
+
+
 @pytest.mark.parametrize("kills", [0, 1])
 def test_a_data_loader_killed_by_the_kernel_for_memory_is_oom_host(
     kills: int, spec: RunSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -153,6 +159,39 @@ def test_a_data_loader_killed_by_the_kernel_for_memory_is_oom_host(
         if kills
         else ("failed", lost.type, lost.message)
     )
+
+
+@pytest.mark.parametrize(
+    ("number", "name"),
+    [(signal.SIGILL, "SIGILL"), (signal.SIGRTMIN, "SIGRTMIN"), (signal.SIGRTMIN + 1, "SIGRTMIN+1"), (33, "signal 33")],
+)
+def test_a_signal_without_a_name_in_python_is_the_cause(number: int, name: str, spec: RunSpec, tmp_path: Path) -> None:
+    start_attempt(spec, tmp_path)
+    WORKER_EXITS.path(tmp_path, 0).parent.mkdir(parents=True)
+    ends = [{"rank": 1, "code": -number, "stopped": False, "unix_time_s": 1.0}]
+    write_json(WORKER_EXITS.path(tmp_path, 0), ends)
+    for codes, process in (({0: 1}, "rank 1"), ({0: -number}, "the agent of node 0")):
+        record = finalize_run(spec, tmp_path, codes, time.time())
+        assert record.error is not None
+        assert (record.status, record.error.type) == ("failed", name)
+        assert record.error.message == f"{process} was terminated by {name}"
+
+
+def test_an_exit_code_above_all_signals_is_no_signal(spec: RunSpec, tmp_path: Path) -> None:
+    start_attempt(spec, tmp_path)
+    error = finalize_run(spec, tmp_path, {0: 255}, time.time()).error
+    assert error is not None
+    assert error.type == "WorkerDied"
+
+
+def test_a_run_whose_cause_cannot_be_determined_has_a_record(spec: RunSpec, tmp_path: Path) -> None:
+    start_attempt(spec, tmp_path)
+    WORKER_EXITS.path(tmp_path, 0).parent.mkdir(parents=True)
+    WORKER_EXITS.path(tmp_path, 0).write_text("{")
+    record = finalize_run(spec, tmp_path, {0: 1}, time.time())
+    assert RunRecord.read(tmp_path / RECORD).error == record.error
+    assert record.error is not None
+    assert record.error.message.startswith("the run failed, and its cause cannot be determined (Expecting")
 
 
 def test_workers_that_skip_different_layers_get_the_key_that_helps(spec: RunSpec, tmp_path: Path) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,7 +22,7 @@ from distexp.measure.profiling.profiler import ProfileResult, StepProfiler
 from distexp.runs.events import Events
 from distexp.runs.metrics import Metrics
 from distexp.training.inputs import StepPlan
-from distexp.training.metrics_logger import MetricsLogger
+from distexp.training.metrics_logger import DivergedError, MetricsLogger
 from distexp.training.watchers import build_watchers
 
 
@@ -128,6 +130,34 @@ def test_the_overhead_of_the_profiler_is_known_if_the_steps_are_equal(
     assert (found[0]["step_ms"] == 1e6 + 400) == includes_overhead
     expected = 400 if includes_overhead else 250
     assert found[0]["data_wait_ms"] == expected, "the measured steps wait 250 ms for their data"
+
+
+@pytest.mark.parametrize(
+    ("stops", "scales_loss", "values", "error"),
+    [
+        (True, False, [(math.nan, 1)], "the loss of step 1 is nan: no update was made yet, so check the weights and"),
+        (True, False, [(1, 1), (1, math.nan), (1, 1)], "the gradient norm of step 2 is nan: lower train.learning_rate"),
+        (True, False, [(1, 1), (1, 1), (1, math.inf)], "the gradient norm of step 3 is inf: lower train.learning_rate"),
+        (True, False, [(1, 1), (math.nan, math.nan), (1, 1)], "the loss of step 2 is nan: lower"),
+        (False, False, [(1, 1), (math.nan, math.nan), (1, math.inf)], None),
+        (True, True, [(1, math.inf), (1, math.nan), (1, 1)], None),
+        (True, True, [(1, math.inf), (1, 1), (math.nan, 1)], "the loss of step 3 is nan: lower"),
+    ],
+)
+def test_a_loss_or_a_gradient_that_is_not_finite_stops_the_run(
+    stops: bool, scales_loss: bool, values: list[tuple[float, float]], error: str | None, tmp_path: Path
+) -> None:
+    """The values are loss and gradient norm of each step. fp16 scales the loss, and skips infinite gradients."""
+    plan = StepPlan(TrainConfig(num_epochs=1, on_nan="stop" if stops else "record"), len(values))
+    context = Context(0, 1, 0, 1, 1, torch.device("cpu"), tmp_path)
+    logger = MetricsLogger(plan, context, Events(tmp_path, enabled=False), [], scales_loss=scales_loss)
+    logger.start()
+    logger.start_steps()
+    batch = TextCollate(0, 10)(text_samples(5))
+    step = StepData([batch], torch.tensor(1), 1, 0.25, measure_workload([batch]))
+    with pytest.raises(DivergedError, match=error) if error else nullcontext():
+        for loss, norm in values:
+            logger.record_step(step, torch.tensor([loss, 0.0]), torch.tensor(norm), 0.1)
 
 
 def test_the_logged_learning_rate_is_that_of_the_optimizer(tmp_path: Path) -> None:

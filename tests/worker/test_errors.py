@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import errno
+import json
+import os
+import re
 import shutil
+import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
-from types import SimpleNamespace
+from traceback import StackSummary
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 from safetensors import SafetensorError
 from torch._utils import ExceptionWrapper
+from torch.distributed.checkpoint import CheckpointException
+from torch.utils.data import DataLoader
 
 from distexp.exceptions import ConfigError
-from distexp.worker.__main__ import describe_error, without_tracebacks
+from distexp.system.files import append_line
+from distexp.worker.__main__ import describe_error, loader_error, message_of, without_tracebacks
 from tests.helpers.runs import make_spec
 
 TORCH_ERROR = RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598")
@@ -59,11 +69,45 @@ def test_a_full_disk_is_named(
     assert "\n" not in found.message
 
 
-@pytest.mark.parametrize(("phase", "free"), [("save", HIGH), ("train", 0)])
-def test_another_error_is_kept(phase: str, free: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("phase", "free", "error"), [("save", HIGH, RuntimeError("shape '[2]' is invalid")), ("train", 0, TORCH_ERROR)]
+)
+def test_another_error_is_kept(
+    phase: str, free: int, error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=free))
-    found = describe_error(TORCH_ERROR, tmp_path, phase, rank=1)
-    assert (found.type, found.message) == ("RuntimeError", str(TORCH_ERROR))
+    found = describe_error(error, tmp_path, phase, rank=1)
+    assert (found.type, found.message) == ("RuntimeError", str(error))
+
+
+def test_the_rank_that_could_not_save_is_named_by_all_ranks(tmp_path: Path) -> None:
+    error = CheckpointException("save", {1: (OSError(errno.EMFILE, "Too many open files"), StackSummary())})
+    found = describe_error(error, tmp_path, "save", rank=0)
+    assert (found.type, found.rank, found.message) == ("OSError", 1, "[Errno 24] Too many open files")
+
+
+@pytest.mark.parametrize("error", [TORCH_ERROR, RuntimeError("basic_ios::clear: iostream error")])
+def test_a_file_that_torch_cannot_write_is_named_and_an_exhausted_quota_found(
+    error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The free space of a disk is not that of a quota."""
+    folder = tmp_path / "checkpoints" / ".step-00000004.tmp"
+    folder.mkdir(parents=True)
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=HIGH))
+    found = describe_error(error, tmp_path, "save", rank=1)
+    assert found.type == "RuntimeError"
+    assert found.message == (
+        f"torch could not write a file in {folder}: check the quota of its disk, and how much is free ({error})"
+    )
+    assert not list(folder.iterdir())
+
+    def refuse(descriptor: int) -> None:
+        raise OSError(errno.EDQUOT, "Disk quota exceeded")
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    found = describe_error(error, tmp_path, "save", rank=1)
+    assert found.type == "DiskFull"
+    assert found.message.startswith(f"the disk quota of {folder} is exhausted: make room, or ")
 
 
 def raised_by_custom_code(error: Exception, *, in_loader: bool) -> BaseException:
@@ -73,9 +117,9 @@ def raised_by_custom_code(error: Exception, *, in_loader: bool) -> BaseException
     if not in_loader:
         return caught.value
     wrapper = ExceptionWrapper((caught.type, caught.value, caught.tb), "in DataLoader worker process 0")
-    with pytest.raises(type(error)) as caught:
+    with pytest.raises((type(error), RuntimeError, TypeError)) as again:
         wrapper.reraise()
-    return caught.value
+    return again.value
 
 
 @pytest.mark.parametrize("in_loader", [False, True])
@@ -98,6 +142,58 @@ def test_an_error_of_custom_code_is_a_full_disk_only_by_its_number(
     assert found.place == "mine/dataset.py:1"
     assert found.type == ("DiskFull" if full else type(error).__name__)
     assert (full or str(error)) in found.message
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ValueError("row 9 is odd"),
+        json.JSONDecodeError("Expecting value", '{"price": }', 10),
+        UnicodeDecodeError("utf-8", b"caf\xe9", 3, 4, "invalid continuation byte"),
+        KeyError("price"),
+        ExceptionGroup("2 shards failed", [ValueError("shard 3 is empty"), ExceptionGroup("of 2", [KeyError("k")])]),
+    ],
+)
+def test_an_error_of_a_data_loader_process_has_its_class(error: Exception, spec_dir: Path) -> None:
+    """For them, torch raises RuntimeError if their constructor needs more than a message."""
+    found = describe_error(loader_error(raised_by_custom_code(error, in_loader=True)), spec_dir, "train", rank=1)
+    assert (found.type, found.place) == (type(error).__name__, "mine/dataset.py:1")
+    causes = ": ValueError: shard 3 is empty; ExceptionGroup: of 2 (1 sub-exception); KeyError: 'k'"
+    assert found.message == str(error) + (causes if isinstance(error, ExceptionGroup) else "")
+
+
+class EndingSamples:
+    """Samples whose data loader process ends."""
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: int) -> None:
+        os._exit(3)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        FileNotFoundError(errno.ENOENT, "No such file or directory"),
+        ConnectionResetError(errno.ECONNRESET, "Connection reset by peer"),
+        RuntimeError("received 0 items of ancdata"),
+    ],
+)
+def test_the_end_of_a_data_loader_process_is_the_cause_of_a_lost_connection(error: Exception) -> None:
+    """The rank may notice first that it cannot receive a tensor."""
+    assert loader_error(error) is error, "no process has ended"
+    loader: Any = DataLoader(EndingSamples(), num_workers=1)  # type: ignore[arg-type]
+    handler = signal.getsignal(signal.SIGCHLD)
+    try:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        batches = iter(loader)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # The loader sets torch's handler, which raises the error too.
+        found = loader_error(error)
+    finally:
+        signal.signal(signal.SIGCHLD, handler)
+    assert re.match(r"DataLoader worker \(pid \d+\) exited unexpectedly with exit code 3", str(found)), found
+    del batches
 
 
 def test_a_disk_that_custom_code_fills_in_a_save_may_be_another_one(
@@ -135,12 +231,35 @@ class UnprintableError(Exception):
         raise ValueError("no text")
 
 
+class UnshowableError(Exception):
+    """An error of custom code without a message, that cannot be shown either."""
+
+    def __repr__(self) -> str:
+        raise ValueError("no text")
+
+
 @pytest.mark.parametrize(
     ("error", "message"),
-    [(UnprintableError(), "its message cannot be printed"), (RuntimeError("x" * 10**6), "x" * 10_000 + "... (cut)")],
+    [
+        (UnprintableError(), "its message cannot be printed"),
+        (UnshowableError(), "UnshowableError"),
+        (KeyError(), "KeyError()"),
+        (RuntimeError("x" * 10**6), "x" * 10_000 + "... (cut)"),
+    ],
 )
 def test_the_record_has_a_short_message_of_any_error(error: Exception, message: str, tmp_path: Path) -> None:
     assert describe_error(error, tmp_path, "train", rank=1).message == message
+
+
+def test_a_group_of_errors_has_their_messages_and_the_line_of_the_first(spec_dir: Path) -> None:
+    first = raised_by_custom_code(ValueError("shard 3 is empty\nof 8"), in_loader=False)
+    group = ExceptionGroup("6 shards failed", [first, ExceptionGroup("", [KeyError("k"), OSError()]), OSError()])
+    with pytest.raises(ExceptionGroup) as caught:
+        raise group
+    found = describe_error(caught.value, spec_dir, "train", rank=1)
+    causes = "ValueError: shard 3 is empty; KeyError: 'k'; OSError; ..."
+    assert (found.type, found.place) == ("ExceptionGroup", "mine/dataset.py:1")
+    assert found.message == f"6 shards failed (3 sub-exceptions): {causes}"
 
 
 def test_an_error_is_kept_if_its_place_cannot_be_determined(spec_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,6 +269,40 @@ def test_an_error_is_kept_if_its_place_cannot_be_determined(spec_dir: Path, monk
     monkeypatch.setattr("distexp.config.custom_code.custom_code_place", fail)
     found = describe_error(TORCH_ERROR, spec_dir, "train", rank=1)
     assert (found.type, found.place) == ("RuntimeError", None)
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "message"),
+    [
+        ("profile", "import profile; profile.run", "module 'profile' has no attribute 'run'"),
+        ("random", "from random import shuffle", "cannot import name 'shuffle' from 'random' ({file})"),
+        ("torch", "import torch.distributed", "No module named 'torch.distributed'; 'torch' is not a package"),
+        ("mine", "import mine; mine.data", None),
+    ],
+)
+def test_a_module_that_hides_that_of_a_library_is_named(
+    name: str, code: str, message: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, name, ModuleType(name))  # restored after the test
+    monkeypatch.delitem(sys.modules, f"{name}.distributed", raising=False)
+    del sys.modules[name]
+    file = tmp_path / f"{name}.py"
+    file.write_text("VALUE = 1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises((AttributeError, ImportError)) as caught:
+        exec(code, {})
+    found = message_of(caught.value)
+    assert (f"{file} hides the module {name} of " in found) == (message is not None)
+    if message is not None:
+        assert found.startswith(message.format(file=file))
+        assert found.endswith(f"{name}.py: rename yours" if name != "torch" else "torch/__init__.py: rename yours")
+
+
+def test_a_file_of_metrics_that_cannot_be_written_is_named() -> None:
+    no_space = pytest.raises(OSError, match="No space left on device")
+    with suppress(OSError), Path("/dev/full").open("w") as file, no_space as caught:  # The end of the file fails too.
+        append_line(file, {"step": 1})
+    assert caught.value.filename == "/dev/full"
 
 
 def test_a_log_on_a_full_disk_does_not_fail_a_run() -> None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 from tests.helpers.runs import REPOSITORY
 
@@ -102,6 +105,26 @@ def test_a_library_that_initializes_cuda_when_it_is_imported_is_left_to_the_work
     assert done.stdout.split("\n")[0] == "False (9, 0) False torch.cuda"
     assert "cannot import starts_cuda ahead of the workers" in done.stderr
     assert "CUDA must not be initialized in a process that forks workers" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "error"),
+    [
+        ("TORCH_LOGS", "+nosuchlog", "Invalid log settings: +nosuchlog"),
+        ("TORCH_DISTRIBUTED_DEBUG", "LOUD", "The value of TORCH_DISTRIBUTED_DEBUG must be OFF, INFO, or DETAIL."),
+    ],
+)
+def test_the_workers_report_why_torch_cannot_be_imported(name: str, value: str, error: str) -> None:
+    """A second import of torch would raise another error, or abort."""
+    program = (
+        "from distexp.worker.preload import check_torch, preload\npreload([], 'cpu')\npreload([], 'cpu')\n"
+        "try: check_torch()\nexcept ValueError as error: print(error)\n"
+    )
+    environment = {**os.environ, name: value}
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=True
+    )
+    assert error in done.stdout
 
 
 def test_the_compiler_is_imported_before_the_fork_if_a_run_compiles() -> None:

@@ -50,3 +50,27 @@ def test_a_micro_batch_of_more_rows_than_there_are_is_refused(context: Context) 
         ConfigError, match=r"train.micro_batch_size=30 is more than the \d+ rows of each worker \(\d+ rows"
     ):
         make_loaders(config, load_data(config, context), context)
+
+
+@pytest.mark.parametrize(
+    ("position", "packing", "error"),
+    [
+        (0, "false", f"the training set has {SAMPLES} samples on rank 0, but {SAMPLES + 1} on rank 2: load the same"),
+        (0, "true", r"the training set has \d+ rows on rank 0, but \d+ on rank 2: load the same data"),
+        (1, "false", r"num_classes of the data is \d+ on rank 0, but \d+ on rank 2: load the same data"),
+        (2, "false", f"the evaluation set has {EVALUATED} samples on rank 0, but {EVALUATED + 1} on rank 2: load the"),
+    ],
+)
+def test_data_of_other_sizes_on_the_ranks_are_refused(
+    position: int, packing: str, error: str, context: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gather(sizes: list[int]) -> list[list[int]]:
+        return [sizes, sizes, [size + (place == position) for place, size in enumerate(sizes)]]
+
+    monkeypatch.setattr("distexp.training.build.gather_to_all", gather)
+    config = resolve_cell(*SMALL, *SIZES, f"dataset.packing={packing}")
+    with pytest.raises(ConfigError, match=error):
+        make_loaders(config, load_data(config, context), context)
+    if position == 2:
+        config.train.evaluate = False
+        make_loaders(config, load_data(config, context), context)

@@ -21,7 +21,7 @@ from hydra.types import HydraContext
 
 from distexp.config import Config, overrides
 from distexp.console.screen import Screen
-from distexp.exceptions import InterruptedRunError, SweepFailedError, is_closed_output
+from distexp.exceptions import InterruptedRunError, SweepFailedError, describe_os_error, is_closed_output
 from distexp.launch import failures, outcome, run_dirs
 from distexp.launch.failures import HANG_CODE
 from distexp.launch.launcher import Sweep
@@ -157,6 +157,7 @@ def run_locally(
     failures.save_counters(directory)
     interruption: InterruptedRunError | None = None
     stopped: str | None = None
+    failure: OSError | None = None
     agents: list[subprocess.Popen[bytes]] = []
     received: list[int] = []
 
@@ -182,12 +183,18 @@ def run_locally(
         except (BrokenPipeError, SystemExit) as error:
             stopped = OUTPUT_CLOSED if is_closed_output(error) else None
             raise
+        except OSError as error:
+            failure = error
+            raise
         finally:
             set_step("completing the record")
             with collect_interrupts() as late:  # The record is written completely.
                 codes = {node: _end(agent) for node, agent in enumerate(agents)}
                 codes = shared_start.true_codes(directory, codes)
-                record = outcome.finalize_run(spec, directory, codes, started, stopped)
+                if failure is not None and not attempts.read_rank_errors(directory):
+                    stopped = f"the command failed: {describe_os_error(failure)}"
+                status = "killed" if failure is None else "failed"
+                record = outcome.finalize_run(spec, directory, codes, started, stopped, stopped_status=status)
     screen.show_result(record, directory, messages)
     if interruption is None and (signals := [*received, *late]):  # They did not stop the run at once.
         interruption = InterruptedRunError(signals[0])

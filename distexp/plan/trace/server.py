@@ -27,7 +27,7 @@ from distexp.plan.planner import POLL_S, job_path, result_path
 from distexp.plan.trace.traced_run import count_parameters
 from distexp.runs.record import parse_config
 from distexp.system.files import read_json, write_json
-from distexp.system.processes import die_with_parent, kill_tree
+from distexp.system.processes import die_with_parent, kill_tree, signal_name
 from distexp.worker.preload import own_modules, preload
 
 FALLBACK_S = 120.0  # longest time of an estimate by arithmetic, which builds the model again
@@ -121,8 +121,7 @@ def describe_exit(code: int) -> str:
         signal.SIGKILL: ", possibly because this machine is out of memory",
         signal.SIGSEGV: ", possibly because a custom operator reads the memory of a tensor",
     }
-    name = signal.Signals(-code).name if -code in {*signal.Signals} else f"signal {-code}"
-    return name + causes.get(-code, "")
+    return signal_name(-code) + causes.get(-code, "")
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ import torch
 from distexp.config import Config, ConfigError
 from distexp.data.base import Batch
 from distexp.distributed.context import Context
+from distexp.exceptions import SearchError
 from distexp.launch.failures import classify_failure
 from distexp.launch.outcome import failed_record
 from distexp.runs.attempts import write_error_file
@@ -21,7 +22,8 @@ from distexp.runs.record_sections import RunError
 from distexp.runs.run_dir import RANK_ERROR
 from distexp.runs.step_files import FITS, OUT_OF_MEMORY, TOO_LARGE, MicroBatchSearch, TriedSize, add_search
 from distexp.training.build import build_model, load_data
-from distexp.worker.forked_trial import MEMORY_CODE, SearchError
+from distexp.worker.__main__ import describe_error
+from distexp.worker.forked_trial import MEMORY_CODE, explain_code
 from distexp.worker.size_search import (
     Round,
     allowed_sizes,
@@ -154,15 +156,35 @@ ENDED_BY_OTHERS = {"code": None}
 CONNECTION_CLOSED = {"code": 1, "time": 5.0, "type": "RuntimeError", "message": "Connection closed by peer"}
 
 
-@pytest.mark.parametrize("code", [MEMORY_CODE, -signal.SIGKILL])
-def test_one_rank_without_memory_ends_the_size_on_all_ranks(code: int, tmp_path: Path) -> None:
+def test_one_rank_without_memory_ends_the_size_on_all_ranks(tmp_path: Path) -> None:
     for other in (ENDED_BY_OTHERS, CONNECTION_CLOSED):
-        search = conclude(tmp_path, other, {"code": code})
+        search = conclude(tmp_path, other, {"code": MEMORY_CODE})
         assert [(candidate.micro_batch_size, candidate.outcome) for candidate in search.tried] == [
             (1, FITS),
             (2, OUT_OF_MEMORY),
         ]
         assert search.next_size() is None
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "expected"),
+    [
+        ({"machine": 1}, {"machine": 2}, MEMORY_CODE),
+        ({"machine": 2}, {"machine": 2}, -signal.SIGKILL),
+        ({}, {}, MEMORY_CODE),
+    ],
+)
+def test_a_killed_process_ran_out_of_memory_if_the_kernel_counts_it_or_does_not_count(
+    before: dict[str, int], now: dict[str, int], expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("distexp.system.cgroups.oom_kills", lambda: now)
+    assert explain_code(-signal.SIGKILL, before) == expected
+    assert explain_code(1, before) == 1
+
+
+def test_a_killed_process_is_the_cause(tmp_path: Path) -> None:
+    with pytest.raises(SearchError, match=r"failed on rank 1 \(terminated by SIGKILL\): see logs"):
+        conclude(tmp_path, CONNECTION_CLOSED, {"code": -signal.SIGKILL})
 
 
 def test_other_errors_stop_the_run_with_the_first_cause(tmp_path: Path) -> None:
@@ -171,7 +193,12 @@ def test_other_errors_stop_the_run_with_the_first_cause(tmp_path: Path) -> None:
         SearchError, match=r"failed on rank 1 \(ValueError: no samples\): see .*rank1.search.log, or set a"
     ):
         conclude(tmp_path, CONNECTION_CLOSED, first)
-    with pytest.raises(SearchError, match=r"rank 0 \(exit code -11\)"):
+    first["place"] = "mine/model.py:3"
+    with pytest.raises(SearchError) as caught:
+        conclude(tmp_path, CONNECTION_CLOSED, first)
+    found = describe_error(caught.value, tmp_path, "search", rank=0)
+    assert (found.rank, found.place) == (1, "mine/model.py:3")
+    with pytest.raises(SearchError, match=r"rank 0 \(terminated by SIGSEGV\)"):
         conclude(tmp_path, {"code": -11}, CONNECTION_CLOSED)
     with pytest.raises(ConfigError, match="lower it"):
         conclude(tmp_path, {"code": 1, "time": 2.0, "errors": ["x=3 is too much: lower it"]}, ENDED_BY_OTHERS)
