@@ -25,6 +25,9 @@ MAX_MIB = 64.0
 LARGE = (CHECKPOINTS, MODEL)
 """Folders with weights."""
 
+TENSORS = ".pt"
+"""End of the names of files with tensors, as those that ``distexp verify`` compares."""
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write the archive; return 2 if DIR is not a sweep or a run, or if the file exists."""
@@ -97,6 +100,8 @@ def _small_files(folder: Path, left_out: Counter[str]) -> Iterator[Path]:
         for path in (Path(place, name) for name in sorted(names) if name not in (LOCK, SWEEP_LOCK)):
             if path.is_symlink() or not path.is_file():
                 left_out["links and special files"] += 0
+            elif path.suffix == TENSORS:
+                left_out[f"*{TENSORS}"] += path.stat().st_size
             elif path.stat().st_size > MAX_MIB * MIB:
                 left_out[f"files above {format_memory(MAX_MIB, 0)}"] += path.stat().st_size
             else:

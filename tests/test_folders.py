@@ -149,10 +149,11 @@ def test_what_distexp_did_not_write_is_not_deleted(
 def test_the_report_of_an_unpacked_archive_is_that_of_the_sweep(
     sweep: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    (sweep / "0" / "tensors.pt").write_bytes(bytes(200_000))  # as of a verification
     assert main(["archive", "sweep"]) == 0
     written, left_out, unpack = capsys.readouterr().out.splitlines()
     assert written.startswith("written: sweep.tar.gz, 5 files, ")
-    assert left_out == "left out: checkpoints/ (0.191 MiB), model/ (0.191 MiB)"
+    assert left_out == "left out: *.pt (0.191 MiB), checkpoints/ (0.191 MiB), model/ (0.191 MiB)"
     assert main(["archive", "sweep"]) == 2
     assert "sweep.tar.gz exists already, and is not overwritten" in capsys.readouterr().err
     with tarfile.open("sweep.tar.gz") as archive:

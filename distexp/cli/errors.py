@@ -268,7 +268,8 @@ def _quote_override(text: str) -> str:
 def explain_option(group: str, option: str, options: list[str]) -> str:
     """Return the error for an option that a group does not have."""
     if group == "dataset" and (found := data_overrides(option)):
-        return f"{group}={option} is data and not an option: write {found}"
+        other = ", or the same with another model of images" if "model=" in found else ""
+        return f"{group}={option} is data and not an option: write {found}{other}"
     near = _suggest_option(group, option, options)
     texts = ["distexp experiments lists them." if group == "experiment" else f"Options: {', '.join(options)}"]
     if not near and group in ("model", "dataset", "strategy", "cluster") and option.isidentifier():

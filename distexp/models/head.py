@@ -106,17 +106,22 @@ def adapt_head(model: nn.Module, train: TrainConfig) -> None:
     model.forward = _with_request(model, adapted)
 
 
+COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef")
+"""Attributes of models of transformers with the weight of the router loss."""
+
+
 def adapt_router(model: nn.Module) -> None:
     """Let a mixture of experts of transformers weight its router loss, if its configuration requests that loss.
 
-    transformers adds ``router_aux_loss_coef * aux_loss`` to a loss that it computes itself. Its outputs have the second
+    transformers adds a coefficient times ``aux_loss`` to a loss that it computes itself. Its outputs have the second
     factor only. Raise ConfigError in the forward pass if they have none.
     """
     settings = getattr(getattr(model, "config", None), "get_text_config", lambda: None)()
     if not getattr(settings, "output_router_logits", False):
         return
     plain_forward: Callable[..., Any] = model.forward
-    coefficient = getattr(model, "router_aux_loss_coef", getattr(settings, "router_aux_loss_coef", None))
+    named = (getattr(place, name, None) for name in COEFFICIENTS for place in (model, settings))
+    coefficient = next((value for value in named if value is not None), None)
     name = type(model).__name__  # FSDP changes it later
 
     @wraps(plain_forward)
@@ -125,8 +130,8 @@ def adapt_router(model: nn.Module) -> None:
         found = getattr(outputs, AUX_LOSS, None)
         if not isinstance(found, Tensor) or coefficient is None:
             raise ConfigError(
-                f"{name} has no router loss, which output_router_logits=true of its config.json or of model.options "
-                "requests: use model.options.output_router_logits=false"
+                f"{name} returns no router loss as {AUX_LOSS}, which output_router_logits=true of its config.json or "
+                "of model.options requests: use model.options.output_router_logits=false"
             )
         outputs.aux_loss = coefficient * found
         return outputs

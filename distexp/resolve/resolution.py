@@ -10,7 +10,7 @@ from typing import Any, cast
 from omegaconf import MISSING, DictConfig, MissingMandatoryValue, OmegaConf, open_dict
 from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException
 
-from distexp.config import Command, Config, ConfigError
+from distexp.config import Command, Config, ConfigError, ModelConfig
 from distexp.config.keys import (
     check_types,
     check_values,
@@ -24,7 +24,15 @@ from distexp.config.keys import (
     set_value,
     strategy_sections,
 )
-from distexp.config.model_checks import model_errors, unused_key_errors
+from distexp.config.model_checks import (
+    MODEL_TYPE,
+    POSITIONS,
+    TEXT,
+    architecture_of,
+    model_errors,
+    names_source,
+    unused_key_errors,
+)
 from distexp.config.overrides import format_override, key_of, parse, plain_value, without_plus_prefix
 from distexp.exceptions import first_line
 from distexp.resolve import compile_results, kernels, resources, scaling_rules, section_checks
@@ -38,9 +46,18 @@ DEFAULT_LENGTH = 512
 def choose_length(config: Config) -> None:
     """Set the length of own texts, if it is open."""
     if section_checks.reads_own_data(config.dataset) and "max_length" in config.dataset.keys:
-        config.dataset.max_length = config.dataset.max_length or min(
-            DEFAULT_LENGTH, config.model.seq_length or DEFAULT_LENGTH
-        )
+        known = config.model.seq_length or _positions(config.model)
+        config.dataset.max_length = config.dataset.max_length or min(DEFAULT_LENGTH, known or DEFAULT_LENGTH)
+
+
+def _positions(model: ModelConfig) -> int | None:
+    """Return the positions in the config.json of a model of transformers; None if they are unknown."""
+    if not (MODEL_TYPE in model.options or names_source(model)):
+        return None
+    found = architecture_of(model)
+    places = (found, found.get(TEXT))
+    sizes = [place.get(key) for place in places if isinstance(place, Mapping) for key in POSITIONS]
+    return next((size for size in sizes if type(size) is int and size > 1), None)
 
 
 def without_hydra(composed: DictConfig) -> DictConfig:

@@ -124,6 +124,8 @@ def test_a_path_as_dataset_names_the_line_to_type(name: str, files: Path) -> Non
     done = run_distexp(f"dataset={name}", *ONE_WORKER, cwd=files)
     assert done.returncode != 0
     _, _, line = done.stderr.strip().partition("is data and not an option: write ")
+    line, _, other = line.partition(", or ")
+    assert ("another model of images" in other) == (name == "photos")
     typed = [word.replace(f"={name}", f"={files / name}") for word in shlex.split(line)]
     assert set(OVERRIDES[name].split()) - {"dataset.image_size=16"} <= set(typed)
     assert resolve_cell(*typed, *ONE_WORKER).dataset.path == str(files / name)
@@ -672,3 +674,19 @@ def test_the_length_of_texts_is_that_of_the_model(overrides: tuple[str, ...], le
     path = f"dataset.path={files / 'my.jsonl'}"
     config = resolve_cell(*overrides, *(ONE_WORKER if overrides else TEXT[:1] + ONE_WORKER), "dataset=text", path)
     assert config.dataset.max_length == length
+
+
+def test_the_length_of_texts_is_that_of_a_model_folder(files: Path, tmp_path: Path) -> None:
+    path, model = (
+        f"dataset.path={files / 'my.jsonl'}",
+        ("model=hf", f"model.name={tmp_path}", "model.init=random", "model.tokenizer=byte"),
+    )
+    for positions, length in ((96, 96), (4096, 512)):
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": "opt", "max_position_embeddings": positions}))
+        assert resolve_cell(*model, *ONE_WORKER[:-1], "dataset=text", path).dataset.max_length == length
+
+
+def test_a_bar_separates_columns_too(tmp_path: Path) -> None:
+    (tmp_path / "bars.csv").write_text("id|text\n" + "1|some words, and more\n" * 30)
+    data = load(*ONE_WORKER, "model=gpt_tiny", "dataset=text", f"dataset.path={tmp_path / 'bars.csv'}")
+    assert len(data.train) + len(data.evaluation) == 30

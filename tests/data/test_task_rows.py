@@ -177,6 +177,14 @@ def test_wrong_rows_are_refused_at_the_start(task: str, row: dict[str, Any], rea
         load(tmp_path, task, [right, right, row, right])
 
 
+def test_messages_for_a_seq2seq_model_are_refused(tmp_path: Path) -> None:
+    rows = [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}] * 8
+    with pytest.raises(
+        ConfigError, match=r"has messages, which only causal LMs read: write its rows with a prompt and"
+    ):
+        load(tmp_path, "seq2seq_lm", rows)
+
+
 def test_a_class_that_was_not_trained_on_is_refused(tmp_path: Path) -> None:
     # The first row is for evaluation.
     rows = [{"text": "a", "label": "new"}, *({"text": "a", "label": label} for label in "xyxyxyx")]

@@ -14,7 +14,8 @@ from distexp.models import head, hf
 from distexp.models.objective import evaluation_sums, loss_sum, partial_metrics
 from tests.helpers.attention import make_samples
 from tests.helpers.runs import resolve_cell
-from tests.helpers.zoo import CAUSAL, TRANSFORMERS, hugging_face
+from tests.helpers.zoo import CAUSAL, TRANSFORMERS, WIDE, hugging_face
+from tests.helpers.zoo import EXPERTS as EXPERT_NUMBERS
 
 EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "granitemoe", "gpt_oss", "phimoe", "jamba")
 ROUTED = ("+model.options.output_router_logits=true", "+model.options.router_aux_loss_coef=0.1")
@@ -60,6 +61,16 @@ def test_loss_and_gradients_are_those_of_transformers(kind: str, variant: str, t
     torch.testing.assert_close(entropy.float(), (loss - parts[2]).detach())
 
 
+def test_the_weight_of_the_router_loss_may_have_another_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = {"kv_channels": 8, "num_key_value_heads": 2, **EXPERT_NUMBERS}
+    monkeypatch.setitem(CAUSAL, "jetmoe", {**WIDE, **sizes, "output_router_logits": True, "aux_loss_coef": 0.1})
+    model = build(tmp_path, "jetmoe")
+    batch = COLLATE(make_samples(7, 12))
+    expected = type(model).forward(model, **batch.inputs, labels=batch.labels).loss
+    loss = loss_sum("causal_lm", model(**batch.inputs), batch) / batch.num_targets
+    torch.testing.assert_close(loss, expected)
+
+
 @pytest.mark.parametrize("kind", ["mixtral", "llama"])
 def test_there_is_no_router_loss_without_the_option(kind: str, tmp_path: Path) -> None:
     batch = COLLATE(make_samples(7, 12))
@@ -76,7 +87,7 @@ def test_an_option_that_the_model_lacks_is_refused(tmp_path: Path) -> None:
     head.adapt_router(model)
     model.__class__ = type("FSDPLlamaForCausalLM", (type(model),), {})
     with pytest.raises(
-        ConfigError, match="LlamaForCausalLM has no router loss, which output_router_logits=true"
+        ConfigError, match="LlamaForCausalLM returns no router loss as aux_loss, which output_router_logits=true"
     ) as error:
         model(input_ids=torch.ones(1, 4, dtype=torch.long))
     assert "FSDP" not in str(error.value)

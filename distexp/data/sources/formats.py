@@ -149,8 +149,14 @@ def text_format(_dataset: DatasetConfig, _columns: Sequence[str], task: str = "c
 
 def chat_format(dataset: DatasetConfig, columns: Sequence[str], task: str = "causal_lm") -> RowFormat:
     """Return the format of ``dataset=chat``: messages if there is a column with them, else prompts and answers."""
-    if dataset.messages_column in columns and task == "causal_lm":
-        return RowFormat(("messages_column",), messages_error)
+    if dataset.messages_column in columns:
+        if task == "causal_lm":
+            return RowFormat(("messages_column",), messages_error)
+        if dataset.prompt_column not in columns:
+            raise ConfigError(
+                f"{dataset.path} has messages, which only causal LMs read: write its rows with a prompt and an answer, "
+                "or use a causal LM"
+            )
     return RowFormat(("prompt_column", "answer_column"), text_error)
 
 
@@ -174,7 +180,7 @@ def read_plain(file: Path) -> Iterator[Row]:
     Raise ConfigError if the file itself cannot be read, as a truncated ``.gz`` file.
     """
     kind = kind_of(file)
-    records = partial(_records, separators="\t" if file.name.lower().removesuffix(".gz").endswith(".tsv") else ",;\t")
+    records = partial(_records, separators="\t" if file.name.lower().removesuffix(".gz").endswith(".tsv") else ",;\t|")
     readers: dict[str, Callable[[IO[str]], Iterator[Content]]] = {"text": _lines, "json": _objects, "csv": records}
     reader, unit = readers[str(kind)], "line" if kind == "text" else "row"
     try:
