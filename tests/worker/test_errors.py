@@ -149,7 +149,7 @@ def test_an_error_of_custom_code_is_a_full_disk_only_by_its_number(
     [
         ValueError("row 9 is odd"),
         json.JSONDecodeError("Expecting value", '{"price": }', 10),
-        UnicodeDecodeError("utf-8", b"caf\xe9", 3, 4, "invalid continuation byte"),
+        UnicodeDecodeError("utf-8", b"na\xefve", 2, 3, "invalid continuation byte"),
         KeyError("price"),
         ExceptionGroup("2 shards failed", [ValueError("shard 3 is empty"), ExceptionGroup("of 2", [KeyError("k")])]),
     ],
