@@ -14,9 +14,9 @@ RESULTS = REPOSITORY / "docs" / "results"
 
 
 def gpu_records() -> dict[str, RunRecord]:
-    """Return the records of completed trainings on GPUs, by the path of the run in ``docs/results``."""
-    records = {path.parent: RunRecord.read(path) for path in sorted(RESULTS.glob("**/record.json"))}
-    return {str(folder.relative_to(RESULTS)): found for folder, found in records.items() if found.memory["torch"]}
+    """Return the records of completed GPU runs, by the path of the run in ``docs/results``."""
+    paths = sorted(RESULTS.glob("**/record.json"))
+    return {str(path.parent.relative_to(RESULTS)): RunRecord.read(path) for path in paths}
 
 
 def recorded_config(record: RunRecord) -> Config:
