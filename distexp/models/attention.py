@@ -5,6 +5,7 @@ Padding is on the right. No target attends to it, so it needs no mask.
 
 import copy
 from collections.abc import Callable
+from contextlib import suppress
 from functools import lru_cache
 from typing import Any, TypeVar, cast
 
@@ -186,7 +187,10 @@ def _shrink(config: Any) -> Any:
     if kinds:
         text.layer_types = kinds
     text.num_hidden_layers, text.vocab_size = max(len(kinds), 1), 8  # the row has the tokens 1 to 7
-    text.bos_token_id = text.eos_token_id = text.pad_token_id = None
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        setattr(text, name, 0)
+        with suppress(Exception):  # Some types of models take no null.
+            setattr(text, name, None)
     text.use_cache = False  # with a cache, transformers does not look for several samples in a row
     small._attn_implementation = "eager"
     return small

@@ -3,7 +3,7 @@
 import hashlib
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from difflib import get_close_matches
 from importlib import metadata
 from importlib.util import find_spec
@@ -145,7 +145,8 @@ def describe_data(model: Any, data: TaskData) -> None:
         if generates:
             settings.eos_token_id = tokenizer.eos_id
         if task_of(data.task).is_causal:
-            settings.bos_token_id = None
+            with suppress(Exception):  # A type of model that takes no null keeps its own.
+                settings.bos_token_id = None
 
 
 def set_padding(model: nn.Module, pad_id: int) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from distexp.console.run_summary import run_title
 from distexp.data.tokenization import HuggingFaceTokenizer, load_tokenizer, train_byte_tokenizer
 from distexp.distributed.context import Context
 from distexp.measure.flops import count_forward_flops
-from distexp.models import bloom, hf
+from distexp.models import bloom, hf, task_models
 from distexp.models.blueprint import (
     find_embeddings,
     has_tied_embeddings,
@@ -652,3 +653,17 @@ def test_an_option_that_transformers_does_not_accept_is_a_config_error(typed: st
         ConfigError, match=r"no model of transformers \(Field 'hidden_act' expected str, got int .*\): correct it"
     ):
         hf.build(shape, 100)
+
+
+def test_the_tokens_of_a_configuration_without_null_can_be_saved() -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    sizes = {"vocab_size": 300, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = AutoConfig.for_model("modernbert-decoder", intermediate_size=32, pad_token_id=0, **sizes)
+    model = AutoModelForCausalLM.from_config(config)
+    tokenizer = SimpleNamespace(pad_id=3, eos_id=1)
+    data = SimpleNamespace(tokenizer=tokenizer, class_names=(), task="causal_lm")
+    task_models.describe_data(model, cast(Any, data))
+    assert (model.config.pad_token_id, model.config.eos_token_id) == (3, 1)
+    assert isinstance(model.config.bos_token_id, int)
+    assert model.generation_config.bos_token_id is None

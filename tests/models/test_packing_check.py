@@ -24,6 +24,7 @@ NO_TOKENS = {"bos_token_id": None, "eos_token_id": None}
 HF_MODELS: dict[str, dict[str, Any]] = {
     "llama": {**SIZES, "intermediate_size": 32},
     "gpt2": {"vocab_size": 300, "n_embd": 16, "n_layer": 2, "n_head": 2, **NO_TOKENS},
+    "modernbert-decoder": {**SIZES, "intermediate_size": 32, "pad_token_id": 0},  # no token may be null
     "mistral": {**SIZES, "intermediate_size": 32, "num_key_value_heads": 2, "sliding_window": 6},
 }
 
