@@ -18,7 +18,7 @@ from distexp.runs.metrics import Metrics
 from distexp.runs.record import RunRecord, RunSpec
 from distexp.strategies.base import strategy_label
 from distexp.system.typed_values import cpu_peak_mib, device_values
-from distexp.system.units import MIB, format_amount, format_tflops
+from distexp.system.units import MIB, format_amount, format_memory, format_tflops
 
 # Messages about energy, padding, operators, and other programs.
 
@@ -202,7 +202,7 @@ def _preflight(preflight: dict[str, Any]) -> Iterator[tuple[str, str]]:
     reduces = [one for one in preflight["measurements"] if (one["group"], one["operation"]) == ("all", "all_reduce")]
     interconnect = "not measured: single worker"
     if largest := max(reduces, key=lambda one: int(one["bytes"]), default=None):
-        size = f"{largest['bytes'] / MIB:,.0f} MiB over {preflight['backend']}"
+        size = f"{format_memory(largest['bytes'] / MIB)} over {preflight['backend']}"
         interconnect = f"{largest['busbw_gbps']:.2f} GB/s bus bandwidth, all_reduce of {size}"
     yield "interconnect", interconnect
     if products := preflight.get("matrix_products"):

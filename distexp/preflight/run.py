@@ -22,7 +22,7 @@ from distexp.runs.run_dir import PREFLIGHT
 from distexp.strategies.torch_model import DTYPES
 from distexp.system import cgroups, files
 from distexp.system.cache_dir import cache_dir, file_name
-from distexp.system.units import GIB, MIB, format_tflops
+from distexp.system.units import GIB, MIB, format_memory, format_tflops
 
 MAX_BYTES_CPU, MAX_BYTES_GPU = 64 * MIB, 4 * GIB
 
@@ -118,7 +118,7 @@ def find_problems(result: Mapping[str, Any]) -> list[str]:
         largest = max(reduces, key=lambda one: int(one["bytes"]))
         if largest["busbw_gbps"] < threshold:
             problems.append(
-                f"all_reduce of {largest['bytes'] / MIB:,.0f} MiB reaches a bus bandwidth of "
+                f"all_reduce of {format_memory(largest['bytes'] / MIB)} reaches a bus bandwidth of "
                 f"{largest['busbw_gbps']:.2f} GB/s, below preflight.min_busbw_gbps={threshold:g}: check the "
                 "interconnect, or lower the threshold"
             )
