@@ -157,7 +157,8 @@ def _calls(error: BaseException) -> Iterator[tuple[str, int]]:
         for name, line in re.findall(r'^[ |]*  File "(.+)", line (\d+)', found[2], re.MULTILINE):
             yield name, int(line)
     else:
-        for raised in dict.fromkeys((error, leaf_errors(error)[0])):  # The first error of a group is its cause.
+        first = leaf_errors(error)[0]  # The first error of a group is its cause.
+        for raised in (error,) if first is error else (error, first):
             yield from ((frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(raised.__traceback__))
 
 
