@@ -61,6 +61,7 @@ def test_loss_and_gradients_are_those_of_transformers(kind: str, variant: str, t
     torch.testing.assert_close(entropy.float(), (loss - parts[2]).detach())
 
 
+@pytest.mark.skipif(TRANSFORMERS < (5, 23), reason="transformers does not return the router loss of JetMoE")
 def test_the_weight_of_the_router_loss_may_have_another_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = {"kv_channels": 8, "num_key_value_heads": 2, **EXPERT_NUMBERS}
     monkeypatch.setitem(CAUSAL, "jetmoe", {**WIDE, **sizes, "output_router_logits": True, "aux_loss_coef": 0.1})
