@@ -216,11 +216,26 @@ def hang_error(run_dir: Path, phase: str | None, limit: str) -> RunError:
         elif progress:
             reason, rank = _describe_stacks(run_dir, progress)
         phase = phase or (progress[0].phase if progress else "setup")
-        return RunError("Hang", reason + where.format("all"), phase, rank)
+        return RunError("Hang", reason + where.format("all") + _logged_error(run_dir, rank), phase, rank)
     verb = "is" if len(culprits) == 1 else "are"
     state = "stopped by a signal (SIGSTOP)" if stopped_ranks else "behind, and the other ranks wait"
-    message = f"{join_first(map(str, culprits))} {verb} {state}{where.format('the')}"
+    logged = "" if stopped_ranks else _logged_error(run_dir, culprits[0].rank)
+    message = f"{join_first(map(str, culprits))} {verb} {state}{where.format('the')}{logged}"
     return RunError("Hang", message, culprits[0].phase, culprits[0].rank)
+
+
+TRACEBACK = re.compile(r"^Traceback \(most recent call last\):\n(?:[ \t].*\n)+(\S.*)$", re.MULTILINE)
+"""A traceback in a log, with the line of its error."""
+
+
+def _read_log(run_dir: Path, rank: int) -> str:
+    return "".join(path.read_text(errors="replace") for path in RANK_LOG.find(run_dir, rank=rank))
+
+
+def _logged_error(run_dir: Path, rank: int | None) -> str:
+    """Return the last error in the log of a rank that hangs, as the end of a message: a thread may have failed."""
+    errors = [] if rank is None else TRACEBACK.findall(_read_log(run_dir, rank))
+    return f". The log of rank {rank} has an error: {errors[-1]}" if errors else ""
 
 
 INNERMOST = re.compile(r'^Current thread .*\n  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
@@ -232,11 +247,7 @@ WAITS = re.compile(r"/torch/(distributed|autograd)/|/deepspeed/|/slow_rank_watch
 
 def _describe_stacks(run_dir: Path, progress: Sequence[RankProgress]) -> tuple[str, int | None]:
     """Return why ranks with equal progress hang, and the rank that the others wait for; None if it is unknown."""
-    logs = {
-        entry.rank: "".join(path.read_text(errors="replace") for path in RANK_LOG.find(run_dir, rank=entry.rank))
-        for entry in progress
-    }
-    stacks = {rank: INNERMOST.findall(log)[-1:] for rank, log in logs.items()}
+    stacks = {entry.rank: INNERMOST.findall(_read_log(run_dir, entry.rank))[-1:] for entry in progress}
     busy = [(rank, *found[0]) for rank, found in stacks.items() if found and not WAITS.search(found[0][0])]
     if len(busy) == 1 and all(stacks.values()):
         rank, file, line, function = busy[0]

@@ -79,6 +79,18 @@ def test_the_rank_that_did_not_read_its_batch_is_named(spec: RunSpec, tmp_path: 
         "rank 2 in phase train after step 2 is behind, and the other ranks wait: no step or"
     )
     assert "cluster.hang_timeout_min=0.01" in error.message
+    assert "has an error" not in error.message
+    lines = ["Traceback (most recent call last):", '  File "queues.py", line 244, in _feed', "    x = dumps(x)"]
+    lines += [
+        "AttributeError: Can't pickle local object 'f.<locals>.E'",
+        "Current thread 0x01 (most recent call first):",
+        "",
+    ]
+    RANK_LOG.path(tmp_path, 2, 2).write_text("\n".join(lines))  # of a data loader process that still runs
+    message = cause(tmp_path, spec).message
+    assert message.endswith(
+        ". The log of rank 2 has an error: AttributeError: Can't pickle local object 'f.<locals>.E'"
+    )
 
 
 def test_no_rank_is_named_if_all_wait_at_the_same_point(spec: RunSpec, tmp_path: Path) -> None:
