@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from distexp.report.data.answer import build_tiles, headline, recommended, repeat_command
+from distexp.report.data.answer import build_tiles, describe_tradeoff, headline, recommended, repeat_command
+from distexp.report.data.metrics import CPU_PEAK
 from distexp.report.data.overview import Overview
 from distexp.report.data.rows import load_rows
 from distexp.report.figures import build_figures, count_leading
@@ -172,6 +173,8 @@ def test_runs_that_differ_in_the_optimization_are_compared_by_their_loss() -> No
         "Take learning_rate=0.003: it has the lowest evaluation loss, 0.0214. The next, learning_rate=0.01, has 0.5000."
     ]
     assert [group.label for group in recommended(overview)] == ["1"]
+    assert [(tile.name, tile.value) for tile in build_tiles(overview)] == [("lowest evaluation loss", "0.0214")]
+    assert describe_tradeoff(overview, CPU_PEAK, "memory") == ""
     runs[2].metrics.eval_loss = 0.02141
     overview = Overview.from_records(runs)
     assert next(headline(overview)).startswith("Not decided: learning_rate=0.003 has the lowest evaluation loss")

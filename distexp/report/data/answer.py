@@ -254,7 +254,8 @@ def describe_tradeoff(overview: Overview, cost: str, noun: str) -> str:
     ``noun`` is what the cost is, as ``memory``. Runs of several tasks are not compared.
     """
     speeds, costs = _rankings(overview, SPEED), _rankings(overview, cost)
-    if are_trials(overview.rows) or len(speeds) != 1 or len(costs) != 1 or len(speeds[0].ranked) < 2:
+    is_compared = not (are_trials(overview.rows) or is_about_loss(overview))
+    if not is_compared or len(speeds) != 1 or len(costs) != 1 or len(speeds[0].ranked) < 2:
         return ""
     fast, cheap = speeds[0].best.group, costs[0].best.group
     if _doubt(overview, fast):
@@ -295,7 +296,13 @@ def typed_command(row: Row) -> str:
 
 
 def build_tiles(overview: Overview) -> Iterator[Tile]:
-    """Yield the tiles that these runs have numbers for: fastest, smallest and cheapest, then what was scaled."""
+    """Yield the tiles that these runs have numbers for: fastest, smallest and cheapest, then what was scaled.
+
+    If only the optimization varies, the lowest evaluation loss is the only one.
+    """
+    if is_about_loss(overview):
+        yield from _best_tile(overview, LOSS, "lowest evaluation loss", "", "")
+        return
     memory = memory_metric(overview)
     if not are_trials(overview.rows):  # The winner of a search is in choose.json.
         yield from _best_tile(overview, SPEED, "fastest", "", "samples/s")
@@ -324,7 +331,7 @@ def _best_tile(overview: Overview, name: str, title: str, what: str, unit: str) 
     if name in (SPEED, COST) and (doubt := _doubt(overview, best.group)):
         yield Tile(title + what, "not decided", doubt)
         return
-    shown = f"{metric.format_value(best.value.mean)} {unit}"
+    shown = f"{metric.format_value(best.value.mean)} {unit}".strip()
     if not others:
         if len(overview.groups) == 1:
             yield Tile(what.removeprefix(": ") or "speed", shown, "")
