@@ -217,7 +217,7 @@ def load_data(config: Config, context: Context) -> TaskData:
 
 
 def make_blueprint(config: Config, data: TaskData, context: Context, settings: RunSettings) -> Blueprint:
-    """Return the model of a run, without kinks. In the phase of frozen parameters, a large one is not trained."""
+    """Return the model of a run, with smooth functions. In the phase of frozen parameters, one is not trained."""
     blueprint = build.build_model(config, data, context)
     make_smooth(blueprint.model)
     if settings.frozen:
