@@ -14,7 +14,7 @@ import torch
 from distexp.distributed.context import Context
 from distexp.hardware.facts import cublas_workspace
 from distexp.plan.estimate import make_estimate
-from distexp.plan.replay import PARTS, PHASES, StepTrace, repeated_blocks
+from distexp.plan.replay import PARTS, PHASES, StepTrace, host_peak, repeated_blocks
 from distexp.plan.trace import compiled
 from distexp.plan.trace.compiled import WorkCounter
 from distexp.plan.trace.cuda_semantics import CudaFunctions, cuda_autocast
@@ -115,6 +115,7 @@ def test_two_workers_of_fsdp_hold_half_of_the_states_each() -> None:
     gathered = [event for event in trace.events if event.part == "communication"]
     assert len({event.stream for event in gathered}) > 1  # some buffers are those of FSDP's own streams
     assert sum(event.bytes for event in gathered if event.bytes > 0) > 4 * PARAMETERS
+    assert host_peak(trace.events) < 0.01 * 4 * PARAMETERS  # the batch, and not what DTensor computes shapes with
 
 
 def test_offloaded_states_are_on_the_host() -> None:

@@ -157,6 +157,7 @@ def _replacements(
         yield cuda_semantics.cuda_autocast()
     yield collectives.fsdp_device(GPU)
     yield collectives.meshes_with_values()
+    yield collectives.propagation_without_memory()
     yield tensors.grouped_products_of_any_precision()
     yield traced_run.without_layer_drop()
     yield tensors.replaced(transforms.__name__, "saved_on_cpu", lambda _: traced_run.make_copies_on_host(on_gpu=on_gpu))

@@ -148,6 +148,15 @@ def meshes_with_values() -> Iterator[None]:
             setattr(mesh, name, original)
 
 
+def propagation_without_memory() -> AbstractContextManager[None]:
+    """Let DTensors find the shapes of results in a fake mode of their own, as in a training, during the block.
+
+    In the mode of a trace, whole matrices would count as memory.
+    """
+    name = "ShardingPropagator._propagate_tensor_meta_non_cached"
+    return replaced("torch.distributed.tensor._sharding_prop", name, without_fake_mode())
+
+
 MESH_METHODS = ("__init__", "__getitem__", "_concatenate", "get_coordinate", "get_local_rank", "get_group")
 
 
