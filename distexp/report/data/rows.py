@@ -298,9 +298,13 @@ def read_environment_settings(record: RunRecord) -> dict[str, Any]:
 
 
 def knows_hardware(record: RunRecord, name: str, value: Any) -> bool:
-    """Return whether a run got far enough to record a setting of its machine. Its workers record the arithmetic."""
-    is_recorded = record.status == "completed" or bool(record.environment and record.environment.gpu_name)
-    return value is not None or (is_recorded and name != ARITHMETIC)
+    """Return whether a run got far enough to record a setting of its machine.
+
+    Its workers record the arithmetic and the variables. The command may know the GPU of a run without workers.
+    """
+    found = record.environment
+    seen = found and (found.gpu_name if name == GPU else found.arithmetic)
+    return value is not None or (name != ARITHMETIC and (record.status == "completed" or bool(seen)))
 
 
 @lru_cache(maxsize=4096)

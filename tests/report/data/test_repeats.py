@@ -8,7 +8,7 @@ from distexp.report.data.answer import build_tiles, recommended
 from distexp.report.data.metrics import METRICS_BY_NAME
 from distexp.report.data.overview import Overview, pareto_fronts
 from distexp.runs.record import RunRecord
-from distexp.runs.record_sections import RunError
+from distexp.runs.record_sections import Environment, RunError
 from tests.helpers.printed_tables import header, printed, unwrapped
 from tests.helpers.records import add_parts, invalid, record
 
@@ -199,6 +199,15 @@ def test_an_environment_variable_distinguishes_runs() -> None:
     assert "NCCL_" in header(text)
     rows = [line.split()[:4] for line in text.splitlines() if "completed" in line]
     assert rows == [["0", "1", "-", "completed"], ["1", "+2", "3", "Ring"]]
+
+
+def test_a_run_without_workers_does_not_make_a_variable_a_difference() -> None:
+    """The command knows the GPU of an invalid run, and no variable."""
+    cells = [record(0, peak=9.0), record(1, peak=9.0, strategy="fsdp"), invalid(2, "no", strategy="fsdp")]
+    for cell in cells:
+        variables = {"NCCL_ALGO": "Ring"} if cell.status == "completed" else {}
+        cell.environment = Environment(python="3.12", torch="2.11", gpu_name="H200", variables=variables)
+    assert "NCCL" not in printed(cells)
 
 
 def test_variables_of_the_logs_do_not_distinguish_runs() -> None:
