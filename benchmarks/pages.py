@@ -39,6 +39,12 @@ EXERCISES = {
     "cut": ("cut/tensor", "cut/mesh", "cut/context", "cut/recompute", "cut/pipeline"),
     "cut/mesh in fp32": ("cut/mesh_fp32",),
     "chapter 8": ("course/deepspeed",),
+    "baselines": ("two_h200/ddp_baseline", "two_h200/fsdp_baseline", "two_h200/fsdp_custom_single"),
+    "deepspeed/zero_stages": ("two_h200/deepspeed_zero_stages", "two_h200/deepspeed_pin_memory"),
+    "deepspeed/model_sizes": ("two_h200/deepspeed_model_sizes",),
+    "weak scaling": ("two_h200/deepspeed_weak_scaling", "two_h200/fsdp_custom_weak_scaling"),
+    "time/step": ("two_h200/time_step",),
+    "map/strategies": ("two_h200/map_strategies",),
 }
 """Sweeps of each table of exercises.md."""
 

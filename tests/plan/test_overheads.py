@@ -35,9 +35,9 @@ def shares_weights(path: str, record: RunRecord) -> bool:
     return path in ("cut_lora/1", "cut_lora/2") or (path.startswith("cut/") and record.run.number > 0)
 
 
-def trains_for_seconds(path: str) -> bool:
-    """Return whether the tiny model of a chapter trained: its memory was sampled a few times only."""
-    return path.startswith("course/")
+def has_no_usual_host_memory(path: str) -> bool:
+    """Return whether a run trained for seconds, with few samples of its memory, or shared libraries with a second sweep."""
+    return path.startswith(("course/", "two_h200/"))
 
 
 def on_gpu(record: RunRecord) -> float:
@@ -51,8 +51,10 @@ def test_nvml_is_the_reserved_memory_and_the_overhead() -> None:
         shown = max(gpu["peak_mib"] for gpu in record.memory["gpu"])
         reserved = max(rank["peak_reserved_mib"] for rank in record.memory["torch"])
         errors.append((reserved + on_gpu(record)) / shown - 1)
-        # Not counted are the buffers of NCCL for an all-to-all, and 400 MiB of two groups of two workers.
+        # Not counted are the buffers of NCCL for an all-to-all, 400 MiB of two groups of two workers, and 104 MiB of a
+        # group that shares matrices.
         bound = 0.04 if path in ("cut/context/1", "cut/context/2", "cut/mesh_fp32/1") else 0.01
+        bound = 0.02 if path == "two_h200/map_strategies/12" else bound
         # The tiny model with ZeRO-3 needs 288 MiB less than larger models; why was not measured.
         bound = 0.16 if path == "course/deepspeed/5" else bound
         assert abs(errors[-1]) < bound, (path, shown, reserved, on_gpu(record))
@@ -68,7 +70,7 @@ def test_host_peak_without_offload_is_near_the_records() -> None:
         phases = record.memory["cpu"][0]["phases"]
         if config.offload.enabled or "profile" in phases or shares_weights(path, record):  # profiling keeps events
             continue
-        if trains_for_seconds(path):
+        if has_no_usual_host_memory(path):
             continue
         assert record.built is not None
         parameters = record.built.parameters
@@ -99,7 +101,7 @@ def test_host_peak_is_near_the_latest_measurements() -> None:
 def test_training_processes_are_near_the_records() -> None:
     for path, record in gpu_records().items():
         config = recorded_config(record)
-        if config.offload.enabled or shares_weights(path, record) or trains_for_seconds(path):
+        if config.offload.enabled or shares_weights(path, record) or has_no_usual_host_memory(path):
             continue
         measured = record.memory["cpu"][0]["phases"]["train"]
         bound = 0.20 if record.run.number == 0 else 0.40  # later runs of a sweep share imports and weights

@@ -149,9 +149,9 @@ def meshes_with_values() -> Iterator[None]:
 
 
 def propagation_without_memory() -> AbstractContextManager[None]:
-    """Let DTensors find the shapes of results in a fake mode of their own, as in a training, during the block.
+    """Let DTensors find the shapes of results outside of the fake mode of a trace, during the block.
 
-    In the mode of a trace, whole matrices would count as memory.
+    Inside of it, the whole matrices with which torch 2.11 finds them would count as memory.
     """
     name = "ShardingPropagator._propagate_tensor_meta_non_cached"
     return replaced("torch.distributed.tensor._sharding_prop", name, without_fake_mode())
