@@ -1,6 +1,7 @@
 """``python -m distexp``, the same as ``distexp``."""
 
 import sys
+from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -18,10 +19,34 @@ def missing_package() -> str | None:
     return f"distexp: the package {missing} is not installed in {sys.executable}: {solution}"
 
 
-if __name__ == "__main__":
+def hidden_module() -> str | None:
+    """Return that an imported file of the current folder hides a module of Python or of a package; None if none does."""
+    here = Path(sys.path[0]).resolve()
+    for name, module in list(sys.modules.items()):
+        file = Path(getattr(module, "__file__", None) or "/")
+        if here in (file.parent, file.parent.parent) and name.isidentifier() and file.stem in (name, "__init__"):
+            installed = PathFinder.find_spec(name, sys.path[1:])
+            other = Path(installed.origin) if installed is not None and installed.origin else file
+            if name in sys.stdlib_module_names or other.resolve() != file.resolve():
+                return f"distexp: {file} hides the module {name} of Python or of a package: rename yours"
+    return None
+
+
+def run() -> int:
+    """Run the command line. Explain an error of an import if a file of the current folder caused it."""
     if message := missing_package():
         print(message, file=sys.stderr)
-        sys.exit(2)
-    from distexp.cli.main import main
+        return 2
+    try:
+        from distexp.cli.main import main
 
-    sys.exit(main())
+        return main()
+    except (ImportError, AttributeError) as error:
+        if message := hidden_module():
+            print(f"{message} ({error})", file=sys.stderr)
+            return 2
+        raise
+
+
+if __name__ == "__main__":
+    sys.exit(run())

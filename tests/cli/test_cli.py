@@ -810,6 +810,17 @@ def test_a_python_without_the_packages_gets_one_message() -> None:
     assert result.stderr.count("\n") == 1
 
 
+@pytest.mark.parametrize("name", ["random", "yaml"])
+def test_a_file_that_hides_a_module_is_named_before_the_start(name: str, tmp_path: Path) -> None:
+    (tmp_path / f"{name}.py").write_text("x = 1\n")
+    command = [sys.executable, "-m", "distexp", "strategy=single"]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stdout) == (2, "")
+    start = f"distexp: {tmp_path / name}.py hides the module {name} of Python or of a package: rename yours ("
+    assert result.stderr.startswith(start)
+    assert result.stderr.count("\n") == 1
+
+
 def test_version_is_that_of_the_package() -> None:
     assert start_distexp("--version").stdout == f"distexp {__version__}\n"
 
