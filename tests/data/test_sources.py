@@ -276,6 +276,20 @@ def test_answers_of_a_conversation_are_the_targets_by_the_template_of_the_tokeni
     assert torch.equal(whole.train[0]["labels"], whole.train[0]["input_ids"])
 
 
+def test_conversations_of_sharegpt_are_those_with_roles(files: Path, tmp_path: Path) -> None:
+    words = (*TEXT, "dataset=chat", "dataset.chat_template=zephyr")
+    renamed = (files / "chat.jsonl").read_text().replace('"messages"', '"conversations"')
+    for old, new in {"role": "from", "content": "value", "user": "human", "assistant": "gpt"}.items():
+        renamed = renamed.replace(f'"{old}"', f'"{new}"')
+    (tmp_path / "sharegpt.jsonl").write_text(renamed)
+    found = load(*words, f"dataset.path={tmp_path / 'sharegpt.jsonl'}", "dataset.messages_column=conversations")
+    expected = load(*words, f"dataset.path={files / 'chat.jsonl'}")
+    assert len(found.train) == len(expected.train) > 1
+    for index in range(len(found.train)):
+        assert torch.equal(found.train[index]["input_ids"], expected.train[index]["input_ids"])
+        assert torch.equal(found.train[index]["labels"], expected.train[index]["labels"])
+
+
 def test_rows_without_text_and_long_rows_are_counted(tmp_path: Path) -> None:
     short = {"prompt": "a", "answer": "b"}
     lines = [short, short, {"prompt": "x", "answer": " "}, {"prompt": "long " * 90, "answer": "never"}, short]
@@ -366,6 +380,10 @@ BROKEN: dict[str, tuple[str | bytes, str]] = {
         ROLES + ROLES.replace("user", "human"),
         r"row 2: messages\[0\].role is 'human' and not one of system, developer, user, assistant, tool",
     ),
+    "bot.jsonl": (
+        ROLES + '{"messages": [{"from": "human", "value": "a"}, {"from": "bot", "value": "b"}]}\n',
+        r"row 2: messages\[1\].from is 'bot' and not one of system, developer, user, assistant, tool, human, gpt",
+    ),
     "alone.jsonl": (
         ROLES + '{"messages": [{"role": "user", "content": "a"}]}\n',
         r"alone.jsonl, row 2: messages has no message of the assistant",
@@ -382,7 +400,7 @@ def test_a_wrong_row_is_named_and_all_are_counted(
     content, message = BROKEN[name]
     path = tmp_path / name
     path.write_bytes(content if isinstance(content, bytes) else content.encode("utf-8", "surrogateescape"))
-    kind = "chat" if name in ("answer.jsonl", "role.jsonl", "human.jsonl", "alone.jsonl") else "text"
+    kind = "chat" if name in ("answer.jsonl", "role.jsonl", "human.jsonl", "bot.jsonl", "alone.jsonl") else "text"
     words = (*TEXT, f"dataset={kind}", f"dataset.path={path}", "dataset.chat_template=zephyr")
     words = words if kind == "chat" else words[:-1]
     if is_large:

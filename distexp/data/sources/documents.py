@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from distexp.config import ConfigError, DatasetConfig, ModelConfig
 from distexp.data.base import TaskData, check_size
-from distexp.data.sources.formats import Row, chat_format, text_format
+from distexp.data.sources.formats import Row, chat_format, read_turn, text_format
 from distexp.data.sources.rows import Rows, find_notes, open_rows
 from distexp.data.sources.task_rows import load_task
 from distexp.data.text import TokenSamples, sequence_length, text_data
@@ -129,7 +129,8 @@ def _corpus(rows: Rows, columns: tuple[str, ...]) -> Iterator[str]:
     for row in rows:
         for column in columns:
             value = row.values[column]
-            texts = [value] if isinstance(value, str) else [f"{turn['role']}\n{turn['content']}" for turn in value]
+            turns = [] if isinstance(value, str) else map(read_turn, value)
+            texts = [value] if isinstance(value, str) else [f"{turn['role']}\n{turn['content']}" for turn in turns]
             yield from texts
             left -= sum(map(len, texts))
         if left <= 0:
@@ -169,7 +170,7 @@ def _conversation_encoder(dataset: DatasetConfig, tokenizer: Tokenizer) -> Encod
         return text
 
     def split(row: Row) -> list[Segment]:
-        turns = [{k: v for k, v in turn.items() if v is not None} for turn in row.values[dataset.messages_column]]
+        turns = [read_turn(turn) for turn in row.values[dataset.messages_column]]
         if not any(turn["role"] == "assistant" and turn["content"].strip() for turn in turns):
             return []
         whole, done, parts = render(turns, row.place), 0, list[Segment]()

@@ -46,6 +46,8 @@ TYPES = {
 }
 CLASS = "a class, which is a name or a number from 0"
 ROLES = ("system", "developer", "user", "assistant", "tool")
+TURN_KEYS, SHAREGPT_KEYS = ("role", "content"), ("from", "value")
+SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
 
 
 class Row(NamedTuple):
@@ -93,12 +95,27 @@ def messages_error(values: Mapping[str, Any], columns: tuple[str, ...]) -> str |
         place = f"{column}[{index}]"
         if not isinstance(message, dict):
             return f"{place} is {describe(message)} and not an object with role and content"
-        if error := text_error(message, ("role", "content")):
+        names = SHAREGPT_KEYS if is_sharegpt(message) else TURN_KEYS
+        if error := text_error(message, names):
             return f"{place}.{error}"
-        if message["role"] not in ROLES:
-            return f"{place}.role is {message['role']!r} and not one of {', '.join(ROLES)}"
-    has_answer = any(message["role"] == "assistant" for message in messages)
+        if read_turn(message)["role"] not in ROLES:
+            known = (*ROLES, *SHAREGPT_ROLES) if names is SHAREGPT_KEYS else ROLES
+            return f"{place}.{names[0]} is {message[names[0]]!r} and not one of {', '.join(known)}"
+    has_answer = any(read_turn(message)["role"] == "assistant" for message in messages)
     return None if has_answer else f"{column} has no message of the assistant"
+
+
+def is_sharegpt(message: Mapping[str, Any]) -> bool:
+    """Return whether a message has the keys of ShareGPT, ``from`` and ``value``."""
+    return "role" not in message and "from" in message
+
+
+def read_turn(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a message with ``role`` and ``content``, and without keys that are null."""
+    if is_sharegpt(message):
+        role, content = (message[name] for name in SHAREGPT_KEYS)
+        return {"role": SHAREGPT_ROLES.get(role, role), "content": content}
+    return {key: value for key, value in message.items() if value is not None}
 
 
 def class_error(values: Mapping[str, Any], columns: tuple[str, ...]) -> str | None:
