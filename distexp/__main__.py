@@ -20,7 +20,7 @@ def missing_package() -> str | None:
 
 
 def hidden_module() -> str | None:
-    """Return that an imported file of the current folder hides a module of Python or of a package; None if none does."""
+    """Return that a file of the current folder hides a module of Python or of a package; None if none does."""
     here = Path(sys.path[0]).resolve()
     for name, module in list(sys.modules.items()):
         file = Path(getattr(module, "__file__", None) or "/")

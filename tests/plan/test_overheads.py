@@ -36,7 +36,7 @@ def shares_weights(path: str, record: RunRecord) -> bool:
 
 
 def has_no_usual_host_memory(path: str) -> bool:
-    """Return whether a run trained for seconds, with few samples of its memory, or shared libraries with a second sweep."""
+    """Return whether a run trained for seconds, or its machine ran two sweeps, which share libraries."""
     return path.startswith(("course/", "two_h200/"))
 
 
