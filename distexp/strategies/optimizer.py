@@ -321,8 +321,9 @@ def _vocabulary(module: nn.Module) -> int | None:
 
 
 def _masters(optimizer: Any) -> Iterator[Tensor]:
-    # Of DeepSpeed's optimizers for stages 1 and 2, for stage 3, and for fp16 at stage 0.
-    for name in ("single_partition_of_fp32_groups", "fp32_partitioned_groups_flat", "fp32_groups_flat"):
+    """Yield the weights in fp32 of DeepSpeed's optimizers: for stages 1 and 2, for stage 3, and for fp16 at stage 0."""
+    of_fp16 = ("fp32_groups_flat", "fp32_groups")  # DeepSpeed has two for it.
+    for name in ("single_partition_of_fp32_groups", "fp32_partitioned_groups_flat", *of_fp16):
         yield from _tensors_in(getattr(optimizer, name, None))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -198,3 +199,15 @@ def test_the_model_of_a_run_has_names_buffers_and_a_vocabulary() -> None:
     assert len(tensors.buffers) == 3
     assert tensors.bucket_sizes == [4 * (8 * 4 + 4 + 4 + 4)]
     assert tensors.vocabulary is None
+
+
+def test_the_weights_in_fp32_of_deepspeed_with_fp16_at_stage_0_are_optimizer_states() -> None:
+    """Without a fused optimizer, DeepSpeed has them in ``FP16_UnfusedOptimizer.fp32_groups``. It needs a GPU."""
+    model = nn.Linear(WIDTH, WIDTH, bias=False).half()
+    masters = [weight.detach().float().requires_grad_() for weight in model.parameters()]
+    inner = torch.optim.AdamW(masters)
+    masters[0].grad = torch.zeros(WIDTH, WIDTH)
+    inner.step()
+    tensors = read_model_tensors(model, SimpleNamespace(optimizer=inner, fp32_groups=[masters]))
+    assert sum(storage_sizes(iter(tensors.parameters)).values()) == 2 * WIDTH**2
+    assert sum(storage_sizes(iter(tensors.optimizer_states)).values()) == 12 * WIDTH**2 + 4  # and the number of steps
