@@ -40,6 +40,7 @@ def load_data(config: Config, context: Context) -> TaskData:
         raise ConfigError([*error.errors, *_source_errors(config.model)]) from error.__cause__
     check_returned(data, TaskData, f"dataset._target_={target}")
     base.check_task_data(data, config.model.task, f"dataset._target_={target}")
+    data = replace(data, num_classes=int(data.num_classes))  # It may be an integer of NumPy, which JSON does not take.
     base.check_not_empty(data, evaluates=config.train.evaluate)
     if config.dataset.cache in ("cpu", "gpu"):
         data = cache_images(data, config.dataset.cache, context.device)
