@@ -160,6 +160,9 @@ def _errors(run: ProfiledRun, typed: Sequence[str], folders: Sequence[str]) -> I
     if errors := list(short_key_errors(typed)):
         yield from errors
         return
+    if errors := [text for text in typed if _section(text) == "hydra"]:
+        yield f"{' '.join(errors)} has no effect, because a forecast makes no directory: leave it out"
+        return
     others = [text for text in typed if _section(text) not in KEPT_SECTIONS and key_of(text) not in KEPT_KEYS]
     others = [text for text in others if not (key_of(text) in DEGREES and value_of(text) == _degree(run, text))]
     others += [text for text in typed if key_of(text) == "cluster.device" and text != _device(run)]

@@ -87,6 +87,15 @@ def test_the_command_composes_the_run_with_other_sizes(sweep: Path, capsys: pyte
     assert "train.global_batch_size=64 is no multiple" in found[2]["reason"]
 
 
+def test_a_run_with_a_preset_of_a_folder_is_forecast(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sweep = write_profiled(tmp_path / "sweep", profiled_record(0, "experiment=mine"))
+    preset = tmp_path / "my conf" / "experiment" / "mine.yaml"
+    preset.parent.mkdir(parents=True)
+    preset.write_text("# @package _global_\nhydra: {run: {dir: fixed}}\n")  # A forecast makes no directory.
+    assert main([str(sweep), "--config-dir", "my conf", "cluster.nodes=1", "forecast.memory=off"]) == 0
+    assert capsys.readouterr().err == ""
+
+
 @pytest.mark.parametrize(
     ("typed", "is_set"),
     [("forecast.memory=off", False), ("plan.gpu=a100-80gb", False), ("forecast.memory=predict", True),
@@ -204,6 +213,7 @@ def test_a_size_with_other_layers_is_not_forecast(
         (("parallel.expert=2",), "leave it out. This training cannot be profiled with it either: parallel.expert=2"),
         (("cluster.device=cuda",), "cluster.device=cuda changes what a worker computes"),
         (("scaling=fixed,weak_data",), "scaling=fixed,weak_data has several values"),
+        (("hydra.run.dir=x",), "hydra.run.dir=x has no effect, because a forecast makes no directory: leave it out"),
         (("--multirun",), "--multirun is not an option of forecast"),
         (("another",), "2 directories"),
     ],
