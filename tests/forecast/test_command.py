@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -22,6 +23,7 @@ from distexp.forecast.command import print_forecast, what_if
 from distexp.forecast.communication import Forecast, Target
 from distexp.forecast.profiled_run import read_profiled_run
 from distexp.forecast.size_rows import default_sizes
+from distexp.guard.config_files import remember_file
 from distexp.plan.estimate import Estimate
 from distexp.runs.predictions import read_errors, read_forecasts
 from distexp.runs.record import RunRecord
@@ -92,7 +94,15 @@ def test_a_run_with_a_preset_of_a_folder_is_forecast(tmp_path: Path, capsys: pyt
     preset = tmp_path / "my conf" / "experiment" / "mine.yaml"
     preset.parent.mkdir(parents=True)
     preset.write_text("# @package _global_\nhydra: {run: {dir: fixed}}\n")  # A forecast makes no directory.
-    assert main([str(sweep), "--config-dir", "my conf", "cluster.nodes=1", "forecast.memory=off"]) == 0
+    command = {"words": ["experiment=mine", "--config-dir", "my conf"], "directory": str(tmp_path)}
+    (sweep / "command.json").write_text(json.dumps(command))
+    remember_file(sweep / "command.json")
+    sizes = ("cluster.nodes=1", "forecast.memory=off")
+    assert main([str(sweep), *sizes]) == 2
+    message, _, option = capsys.readouterr().err.partition(": add ")
+    assert message == f"distexp: experiment=mine of {sweep}/0 is an option of another folder"
+    assert shlex.split(option) == ["--config-dir", f"{tmp_path}/my conf"]
+    assert main([str(sweep), *shlex.split(option), *sizes]) == 0
     assert capsys.readouterr().err == ""
 
 
