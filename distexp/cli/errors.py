@@ -275,7 +275,8 @@ def explain_option(group: str, option: str, options: list[str]) -> str:
         other = ", or the same with another model of images" if "model=" in found else ""
         return f"{group}={option} is data and not an option: write {found}{other}"
     near = _suggest_option(group, option, options)
-    texts = ["distexp experiments lists them." if group == "experiment" else f"Options: {', '.join(options)}"]
+    presets = "distexp experiments lists them. Add --config-dir FOLDER for those of a folder"
+    texts = [presets if group == "experiment" else f"Options: {', '.join(options)}"]
     if not near and group in ("model", "dataset", "strategy", "cluster") and option.isidentifier():
         texts.append(f"A custom option, in FOLDER/{group}/{option}.yaml, needs --config-dir FOLDER")
     if group == "model" and option:
