@@ -33,7 +33,7 @@ def load_data(config: Config, context: Context) -> TaskData:
     """Load the data set. One rank per node builds the cached parts; rank 0 prints the notes."""
     target = config.dataset._target_
     try:
-        data: TaskData = locate(target)(config.dataset, config.model, config.train.seed)
+        data = _load_within_limits(config)
     except base.TooFewSamplesError:  # ``distexp verify`` uses what the data have.
         raise
     except ConfigError as error:
@@ -62,6 +62,22 @@ def load_data(config: Config, context: Context) -> TaskData:
         for note in data.notes:
             print(f"note: {note}", flush=True)
     return data
+
+
+def _load_within_limits(config: Config) -> TaskData:
+    """Load the data set. A size that ``scale=tiny`` has set is a limit, so smaller data are whole."""
+    load, dataset = locate(config.dataset._target_), config.dataset
+    while True:
+        try:
+            data: TaskData = load(dataset, config.model, config.train.seed)
+        except base.TooFewSamplesError as error:
+            key = f"{error.key}_size"
+            if config.scale.name == "full" or getattr(dataset, key) != getattr(config.scale, key):
+                raise
+            changed: dict[str, Any] = {key: error.available}
+            dataset = replace(dataset, **changed)
+        else:
+            return data
 
 
 def _source_errors(model: ModelConfig) -> list[str]:
