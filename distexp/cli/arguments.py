@@ -33,6 +33,7 @@ from distexp.config.overrides import (
     parse,
     plain_value,
     quote_choice,
+    quote_for_hydra,
     shell_quote,
 )
 from distexp.exceptions import print_error
@@ -103,8 +104,11 @@ def check_sweep(overrides: Sequence[Override], command: Command, *, multirun: bo
     if "repeats" in by_key and "train.seed" in swept:
         errors.append("train.seed and repeats both repeat each cell: set one seed, or leave repeats out")
     if swept and not multirun and "experiment" not in by_key:
-        shown = " ".join(str(by_key[key].input_line).replace("'", "") for key in swept)
-        errors.append(f"{shown} is a sweep: {_sweep_hint(swept, by_key, command)}")
+        shown = [str(by_key[key].input_line).replace("'", "") for key in swept]
+        files = [text.partition("=") for text in shown if os.path.exists(text.partition("=")[2])]
+        quoted = [shell_quote(f"{key}={quote_for_hydra(path)}") for key, _, path in files]
+        hint = f"for the file of this name, write {' '.join(quoted)}" if files else _sweep_hint(swept, by_key, command)
+        errors.append(f"{' '.join(shown)} is a sweep: {hint}")
     repeats = "repeats" in by_key and by_key["repeats"].value() != 1
     for_sweeps = [str(by_key[key].input_line) for key in ("hydra.sweep.dir", "hydra.sweep.subdir") if key in by_key]
     if "hydra.run.dir" in by_key and (swept or "sweep.cells" in by_key or repeats):
