@@ -72,7 +72,8 @@ def _load_within_limits(config: Config) -> TaskData:
             data: TaskData = load(dataset, config.model, config.train.seed)
         except base.TooFewSamplesError as error:
             key = f"{error.key}_size"
-            if config.scale.name == "full" or getattr(dataset, key) != getattr(config.scale, key):
+            limit = getattr(config.scale, key)
+            if limit is None or getattr(dataset, key) != limit or error.available >= limit:
                 raise
             changed: dict[str, Any] = {key: error.available}
             dataset = replace(dataset, **changed)
