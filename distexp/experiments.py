@@ -16,18 +16,21 @@ from types import FrameType
 
 from distexp.cli.errors import suggest
 from distexp.cli.help_topics import first_sentence
+from distexp.cli.main import CommandParser
 from distexp.config.keys import options_of
 from distexp.config.overrides import is_override
-from distexp.exceptions import print_error, run_until_pipe_closes
+from distexp.exceptions import ConfigError, print_error, print_text, run_until_pipe_closes
 from distexp.launch.local.launcher import continue_after_hangup
 from distexp.runs.run_dir import OUTPUTS
 from distexp.system.processes import handle_signals
 
-USAGE = """usage: distexp experiments [PATTERN ...] [KEY=VALUE ...]
+USAGE = """usage: distexp experiments [--config-dir FOLDER] [PATTERN ...] [KEY=VALUE ...]
 
 List the presets, or those that match a PATTERN, as in fsdp or '*/baseline'.
 With an override, as in scale=tiny, run them one after another. Each preset is
 a sweep of its own.
+
+  --config-dir FOLDER    also the presets in FOLDER/experiment
 
 exit codes:
   0      success
@@ -40,13 +43,20 @@ INDENT = 4 * " "
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """List or run the presets and return the exit code."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    patterns = [text for text in given if not is_override(text)]
-    overrides = [text for text in given if is_override(text)]
-    if any(pattern.startswith("-") for pattern in patterns):
+    parser = CommandParser(prog="distexp experiments", add_help=False)
+    parser.add_argument("-h", "--help", action="store_true")
+    parser.add_argument("--config-dir", "-cd", type=Path, metavar="FOLDER")
+    parser.add_argument("texts", nargs="*")
+    given = parser.parse_intermixed_args(arguments)
+    if given.help:
         print(USAGE)
-        return 0 if patterns in (["-h"], ["--help"]) else 2
-    names = options_of("experiment")
+        return 0
+    patterns = [text for text in given.texts if not is_override(text)]
+    folder, overrides = given.config_dir, [text for text in given.texts if is_override(text)]
+    if folder is not None and not folder.is_dir():
+        raise ConfigError(f"{folder} is no folder: give an existing one to --config-dir")
+    shipped = options_of("experiment")
+    names = sorted({*shipped, *(options_of("experiment", folder) if folder else ())})
     wanted = [each for pattern in patterns or "*" for each in (pattern, f"{pattern.rstrip('/')}/*")]  # also a folder
     chosen = [name for name in names if any(fnmatch(name, pattern) for pattern in wanted)]
     if not chosen:
@@ -54,14 +64,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print_error(f"no preset matches {' '.join(patterns)}{near}")
         return 2
     if overrides:
+        overrides += [f"--config-dir={folder}"] if folder else []
         if code := _check(chosen[0], overrides):
             return code
         with continue_after_hangup(Path(OUTPUTS)):
             return _run_all(chosen, overrides)
     columns = max(shutil.get_terminal_size().columns, 40)
     for name in chosen:
-        text = first_sentence("experiment", name)
-        print(f"experiment={name}\n{textwrap.fill(text, columns, initial_indent=INDENT, subsequent_indent=INDENT)}")
+        text = first_sentence("experiment", name, None if name in shipped else folder)
+        lines = textwrap.wrap(text, columns, initial_indent=INDENT, subsequent_indent=INDENT) if text != "." else []
+        for line in (f"experiment={name}", *lines):
+            print_text(line)
     return 0
 
 
@@ -70,7 +83,7 @@ def _check(name: str, overrides: Sequence[str]) -> int:
 
     Sweeps are left out, because ``--cfg`` prints one run.
     """
-    single = [text for text in overrides if "," not in text]
+    single = [text for text in overrides if "," not in text or text.startswith("--")]
     command = [sys.executable, "-m", "distexp", "--cfg", "job", f"experiment={name}", *single]
     return subprocess.run(command, check=False, stdout=subprocess.DEVNULL).returncode
 

@@ -162,6 +162,12 @@ def test_a_single_run_whose_data_have_changed_is_not_resumed(
         f"distexp: {tmp_path}/run contains a single run (hydra.run.dir), and the content of dataset.path={data} or its "
         "configuration has changed since: undo the change to continue it, or start the new run in another directory\n"
     )
+    spec = RunSpec.read(tmp_path / "run")
+    spec.config.model.path = f"{tmp_path}/deleted"
+    spec.write(tmp_path / "run")
+    assert cli(["resume", "run"]) == 2
+    lost = f"model.path={tmp_path}/deleted does not exist any more: restore it to continue the run, or start"
+    assert lost in capsys.readouterr().err
     changed = data.read_text()
     (tmp_path / "run/checkpoints/step-00000001").mkdir(parents=True)
     cases = [

@@ -154,9 +154,9 @@ def trial_overrides(config: Config, steps: int, budget_min: float) -> list[str]:
         *("profile=false", "tracker=none", "preflight.enabled=false"),
         f"cluster.timeout_min={min(limit, config.cluster.timeout_min or limit):g}",
     ]
-    samples = train.global_batch_size
-    if samples is not None and "eval_size" in config.dataset.keys:
-        found.append(f"dataset.eval_size={min(samples, config.dataset.eval_size or samples)}")
+    samples, known = train.global_batch_size, config.dataset.eval_size
+    if samples is not None and known is not None:  # How many samples are all of them, only loading shows.
+        found.append(f"dataset.eval_size={min(samples, known)}")
     return found
 
 

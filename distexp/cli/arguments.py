@@ -33,6 +33,7 @@ from distexp.config.overrides import (
     parse,
     plain_value,
     quote_choice,
+    quote_for_hydra,
     shell_quote,
 )
 from distexp.exceptions import print_error
@@ -56,7 +57,7 @@ def normalize_arguments(
     The overrides come first, because Hydra's parser accepts no option between them. ``added`` has those that the
     command puts in front of the typed ones.
     """
-    check_arguments(arguments, may_name_command=command == Command.TRAIN)
+    check_arguments(arguments, command)
     given, options = split_options(arguments)
     if unread := config_dir_warning(get_args_parser().parse_known_intermixed_args(list(arguments))[0].config_dir):
         print_error(f"warning: {unread}")
@@ -103,8 +104,11 @@ def check_sweep(overrides: Sequence[Override], command: Command, *, multirun: bo
     if "repeats" in by_key and "train.seed" in swept:
         errors.append("train.seed and repeats both repeat each cell: set one seed, or leave repeats out")
     if swept and not multirun and "experiment" not in by_key:
-        shown = " ".join(str(by_key[key].input_line).replace("'", "") for key in swept)
-        errors.append(f"{shown} is a sweep: {_sweep_hint(swept, by_key, command)}")
+        shown = [str(by_key[key].input_line).replace("'", "") for key in swept]
+        files = [text.partition("=") for text in shown if os.path.exists(text.partition("=")[2])]
+        quoted = [shell_quote(f"{key}={quote_for_hydra(path)}") for key, _, path in files]
+        hint = f"for the file of this name, write {' '.join(quoted)}" if files else _sweep_hint(swept, by_key, command)
+        errors.append(f"{' '.join(shown)} is a sweep: {hint}")
     repeats = "repeats" in by_key and by_key["repeats"].value() != 1
     for_sweeps = [str(by_key[key].input_line) for key in ("hydra.sweep.dir", "hydra.sweep.subdir") if key in by_key]
     if "hydra.run.dir" in by_key and (swept or "sweep.cells" in by_key or repeats):
@@ -182,6 +186,13 @@ def _use_sweep_dir(argument: str) -> list[str]:
 RUN_OPTIONS = ("--multirun", "--config-dir", "--help", "--version", "--cfg", "--info", "--hydra-help")
 """Options of a run that a mistyped one may mean."""
 
+OWN_OPTIONS = {
+    Command.PLAN: ("--json",),
+    Command.CHOOSE: ("--json",),
+    Command.VERIFY: ("--quick", "--json", "--recorded"),
+}
+"""Further options of a command that takes those of a run too."""
+
 RUN_NAMES = ("train", "start", "launch", "fit", "benchmark")
 """Commands of other programs that start a training."""
 
@@ -189,10 +200,10 @@ VALUE_OPTIONS = ("--config-dir", "-cd", "--config-name", "-cn", "--config-path",
 """Options of Hydra whose value may have the name of a command."""
 
 
-def check_arguments(arguments: Sequence[str], *, may_name_command: bool = True) -> None:
+def check_arguments(arguments: Sequence[str], command: Command = Command.TRAIN) -> None:
     """Raise a ConfigError with all unknown commands, options and short keys, and with spaces inside overrides.
 
-    Hydra's own parser would print a page of usage instead. ``may_name_command``: no command was typed.
+    Hydra's own parser would print a page of usage instead.
     """
     parser = get_args_parser()
     parser.error = _raise_error  # type: ignore[method-assign]
@@ -201,14 +212,14 @@ def check_arguments(arguments: Sequence[str], *, may_name_command: bool = True) 
     overrides: list[str] = known.overrides
     # An error may cause others of the kinds below it, so only the first kind is reported.
     errors = (
-        _option_errors(known, unknown, arguments)
+        _option_errors(known, unknown, arguments, command)
         or list(_space_errors(overrides))
         or [_explain_position(name, arguments) for name in overrides if name in COMMANDS]
         # A first argument that is no override was probably meant as a command.
         or [
             _explain_command(name)
             for name in overrides[:1]
-            if may_name_command and name == arguments[0] and not is_override(name)
+            if command == Command.TRAIN and name == arguments[0] and not is_override(name)
         ]
         or list(short_key_errors(overrides))
     )
@@ -216,9 +227,9 @@ def check_arguments(arguments: Sequence[str], *, may_name_command: bool = True) 
         raise ConfigError(errors)
 
 
-def _option_errors(known: Namespace, unknown: Sequence[str], arguments: Sequence[str]) -> list[str]:
+def _option_errors(known: Namespace, unknown: Sequence[str], arguments: Sequence[str], command: Command) -> list[str]:
     """Return an error for each option that does not exist, is not supported, or excludes another one."""
-    errors = [_explain_option(argument, arguments) for argument in unknown if argument.startswith("-")]
+    errors = [_explain_option(argument, arguments, command) for argument in unknown if argument.startswith("-")]
     if known.experimental_rerun is not None:
         errors.append("--experimental-rerun is not supported: use distexp resume DIR")
     actions = [f"--{name}" for name in ("run", "multirun", "cfg", "info") if getattr(known, name)]
@@ -324,7 +335,7 @@ def _explain_command(argument: str) -> str:
     return f"{argument} is neither a command nor KEY=VALUE{hint}"
 
 
-def _explain_option(argument: str, arguments: Sequence[str]) -> str:
+def _explain_option(argument: str, arguments: Sequence[str], command: Command) -> str:
     """Return the error for an option such as ``--strategy=fsdp``, or ``--strategy`` with its value behind it."""
     option, equals, value = argument.partition("=")
     following = [*arguments[arguments.index(argument) + 1 :], ""][0]
@@ -333,10 +344,12 @@ def _explain_option(argument: str, arguments: Sequence[str]) -> str:
     name = option.lstrip("-").replace("-", "_")
     if hint := translate(name, value):
         return f"{option} is not an option{hint}"
-    known = sorted({*RUN_OPTIONS, *HYDRA_FLAGS, "--resolve", "--package"})
+    own = OWN_OPTIONS.get(command, ())
+    known = sorted({*RUN_OPTIONS, *HYDRA_FLAGS, "--resolve", "--package", *own})
     whole = [f"{full} {shell_quote(value)}" if value else full for full in known if full.startswith(option)]
     written = [f"{key}={value or 'VALUE'}" for key in _keys_named(name)] or whole
-    hint = f": write {' or '.join(written)}" if written else suggest(option, RUN_OPTIONS) or ": see distexp --help"
+    page = f": see distexp{f' {command}' if own else ''} --help"
+    hint = f": write {' or '.join(written)}" if written else suggest(option, (*RUN_OPTIONS, *own)) or page
     return f"{option} is not an option{hint}"
 
 

@@ -130,8 +130,10 @@ def run_cells(
     context: HydraContext, master: DictConfig, overrides: Sequence[Sequence[str]], options: Mapping[str, Any]
 ) -> list[JobReturn]:
     """Run the command that was typed. Raise ConfigError if the launcher is not trusted or cannot be imported."""
-    _check_run_dir(master)
+    command = Command(master.command)
+    if command not in (Command.PLAN, Command.FORECAST):  # These make no directory.
+        _check_run_dir(master)
     trusted = packages_trusted_by_user(sys.argv[1:])
     launcher = find_launcher(master.cluster._target_, trusted, Launcher)  # type: ignore[type-abstract]
     line = CommandLine(context, master, overrides, launcher, partial(launcher.adjust, options))
-    return DISPATCH[Command(master.command)](line)
+    return DISPATCH[command](line)

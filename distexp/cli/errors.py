@@ -43,6 +43,9 @@ from distexp.runs.texts import FULL, NOT_WRITABLE, lacks_inodes
 NEEDS_QUOTES = frozenset("!#&'();<=>^`~")
 """Characters that Hydra's grammar accepts only in quotes."""
 
+BRACKETS = frozenset('"[]{}')
+"""Characters that may start a list, a dictionary or a text in quotes."""
+
 FUNCTION = re.compile(r"((?:choice|glob|shuffle|sort)\()?(.*?)((?(1)\)))", re.DOTALL)
 """A value, or the values inside a function of Hydra."""
 
@@ -208,10 +211,11 @@ def _quote_values(value: str) -> str | None:
     start, values, end = FUNCTION.fullmatch(value).groups("")  # type: ignore[union-attr]
     # Hydra drops the spaces around a value without quotes.
     parts = [values] if os.path.exists(values) else [part.strip() for part in values.split(",")]
-    if set('"[]{}') & set(value) or any(part.startswith("'") for part in parts):
+    texts = [part for part in parts if not os.path.exists(part)]  # A file may have any name.
+    if any(BRACKETS & set(text) or text.startswith("'") for text in texts):
         return None
     named = {part for part in parts if start and ARGUMENT.match(part)}
-    odd = {part for part in parts if NEEDS_QUOTES & set(part) or not part.isascii()} - named
+    odd = {part for part in parts if (NEEDS_QUOTES | BRACKETS) & set(part) or not part.isascii()} - named
     quoted = [quote_for_hydra(part) if part in odd else part for part in parts]
     return None if quoted == parts else f"{start}{','.join(quoted)}{end}"
 
@@ -271,7 +275,8 @@ def explain_option(group: str, option: str, options: list[str]) -> str:
         other = ", or the same with another model of images" if "model=" in found else ""
         return f"{group}={option} is data and not an option: write {found}{other}"
     near = _suggest_option(group, option, options)
-    texts = ["distexp experiments lists them." if group == "experiment" else f"Options: {', '.join(options)}"]
+    presets = "distexp experiments lists them. Add --config-dir FOLDER for those of a folder"
+    texts = [presets if group == "experiment" else f"Options: {', '.join(options)}"]
     if not near and group in ("model", "dataset", "strategy", "cluster") and option.isidentifier():
         texts.append(f"A custom option, in FOLDER/{group}/{option}.yaml, needs --config-dir FOLDER")
     if group == "model" and option:

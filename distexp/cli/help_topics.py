@@ -127,7 +127,7 @@ def head_comment(path: Path) -> tuple[str, list[str]]:
     """Return the sentences of the comment at the top of a YAML file, and its indented commands."""
     sentences: list[str] = []
     commands: list[str] = []
-    for line in path.read_text().splitlines():
+    for line in path.read_text(errors="replace").splitlines():
         if not line.startswith("#"):
             break
         if not line.startswith("# @package"):
@@ -136,9 +136,9 @@ def head_comment(path: Path) -> tuple[str, list[str]]:
     return " ".join(sentences), commands
 
 
-def first_sentence(group: str, option: str) -> str:
-    """Return the first sentence of the comment at the top of an option's YAML file."""
-    return head_comment(_path(group, option))[0].partition(". ")[0].rstrip(".") + "."
+def first_sentence(group: str, option: str, conf: Path | None = None) -> str:
+    """Return the first sentence of the comment at the top of an option's YAML file, of distexp or in ``conf``."""
+    return head_comment(_path(group, option, conf))[0].partition(". ")[0].rstrip(".") + "."
 
 
 def describe_range(info: FieldInfo) -> str:
@@ -208,8 +208,8 @@ def topic_names() -> Sequence[str]:
     return list(dict.fromkeys([*describe_groups(), *sections(), *keys]))
 
 
-def _path(group: str, option: str) -> Path:
-    return conf_dir() / group / f"{option}.yaml"
+def _path(group: str, option: str, conf: Path | None = None) -> Path:
+    return (conf or conf_dir()) / group / f"{option}.yaml"
 
 
 def _shown(value: Any) -> str:

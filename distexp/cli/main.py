@@ -134,6 +134,6 @@ class CommandParser(argparse.ArgumentParser):
         if not is_unknown or typed is None:
             super().error(message)
         known = list(self._option_string_actions)
-        near = [name for name in known if name.startswith(typed)] or difflib.get_close_matches(typed, known)
+        near = [name for name in known if name.startswith(typed)] or difflib.get_close_matches(typed, known, cutoff=0.7)
         hint = f"write {' or '.join(near)}" if near else f"see {self.prog} --help"
         raise ConfigError(f"{typed} is not an option: {hint}")

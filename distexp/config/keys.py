@@ -341,7 +341,7 @@ def config_groups() -> tuple[str, ...]:
     return tuple(sorted(str(path.relative_to(root)) for path in root.rglob("*") if path.is_dir()))
 
 
-def options_of(group: str) -> list[str]:
-    """Return the options of a group; nested ones contain a slash."""
-    root = conf_dir() / group
+def options_of(group: str, conf: Path | None = None) -> list[str]:
+    """Return the options of a group, of distexp or in a folder ``conf``; nested ones contain a slash."""
+    root = (conf or conf_dir()) / group
     return sorted(str(path.relative_to(root).with_suffix("")) for path in root.rglob("*.yaml"))

@@ -106,7 +106,7 @@ HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
 KEY_HEADS = "num_key_value_heads"
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 CHOSEN_EXPERTS = ("num_experts_per_tok", "moe_topk", "top_k_experts")
-POSITIONS = ("max_position_embeddings", "n_positions", "n_ctx")
+POSITIONS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len")
 
 SIZE_LIMITS: Mapping[str, tuple[int, int]] = {
     **dict.fromkeys(LAYERS, (1, 10_000)),

@@ -16,7 +16,7 @@ from distexp.cli.arguments import short_key_errors
 from distexp.cli.errors import explain
 from distexp.cli.run import main as run_command
 from distexp.config import Command, ConfigError, register_schema
-from distexp.config.keys import conf_dir, config_groups
+from distexp.config.keys import conf_dir, config_groups, options_of
 from distexp.config.overrides import (
     add_plus_prefix,
     copyable_command,
@@ -32,7 +32,7 @@ from distexp.forecast.profiled_run import ProfiledRun, find_profiled_run
 from distexp.forecast.size_rows import SIZE_KEYS, as_cell, choose_sizes
 from distexp.guard.config_files import check_stored_command, use_checked_loader
 from distexp.resolve import resolve, without_hydra
-from distexp.runs.record import choose_newest_sweep
+from distexp.runs.record import choose_newest_sweep, config_dir_options
 from distexp.runs.run_dir import RECORD
 from distexp.strategies.base import recorded_strategy, shipped_strategies
 from distexp.strategies.parallel.checks import DEGREES
@@ -156,9 +156,23 @@ def forecast_arguments(
 
 
 def _errors(run: ProfiledRun, typed: Sequence[str], folders: Sequence[str]) -> Iterator[str]:
-    """Yield the errors of short keys; else those of values that change the work; else those of several values."""
+    """Yield the errors of short keys; else those of values that change the work; else those of several values.
+
+    A missing ``--config-dir`` and keys of Hydra come between the first two.
+    """
     if errors := list(short_key_errors(typed)):
         yield from errors
+        return
+    own = [] if folders else config_dir_options(run.directory)
+    lost = [text for text in run.record.run.overrides if own and _is_lost(text)]
+    if lost:
+        with suppress(OSError, ValueError, KeyError, TypeError):  # of a damaged command file
+            own[1:] = [str(Path(_folder_of(run), own[1]))]
+        hint = f"add {' '.join(map(shell_quote, own))}"
+        yield f"{' '.join(lost)} of {run.directory} is an option of another folder: {hint}"
+        return
+    if errors := [text for text in typed if _section(text) == "hydra"]:
+        yield f"{' '.join(errors)} has no effect, because a forecast makes no directory: leave it out"
         return
     others = [text for text in typed if _section(text) not in KEPT_SECTIONS and key_of(text) not in KEPT_KEYS]
     others = [text for text in others if not (key_of(text) in DEGREES and value_of(text) == _degree(run, text))]
@@ -181,6 +195,12 @@ def _errors(run: ProfiledRun, typed: Sequence[str], folders: Sequence[str]) -> I
         if override.is_sweep_override() and override.get_key_element().lstrip("+") not in SIZE_KEYS:
             only = f"but only {' and '.join(SIZE_KEYS)} can: set one value"
             yield f"{override.input_line} has several values, {only}"
+
+
+def _is_lost(override: str) -> bool:
+    """Return whether an override chooses an option that distexp does not have, as one of ``--config-dir``."""
+    group, option = key_of(override), value_of(override)
+    return group in config_groups() and option not in ("", "null", *options_of(group))
 
 
 def find_errors(run: ProfiledRun, overrides: Sequence[str], folders: Sequence[str]) -> list[str]:

@@ -25,6 +25,7 @@ from distexp.compose.composition import Cell
 from distexp.config import Config, ConfigError
 from distexp.config.fields import info_of
 from distexp.config.keys import get_value, schema_fields
+from distexp.config.model_checks import names_source
 from distexp.config.overrides import (
     SINGLE_RUN,
     copyable_overrides,
@@ -188,6 +189,8 @@ def _taken_message(directory: Path, sweep_dir: Path, resumed: Cell | None) -> st
         if found == [_overrides_of(resumed)]:
             content = [f"the content of {join_first(paths)} or "] if (paths := _local_paths(resumed.config)) else []
             cause, hint = f"{''.join(content)}its configuration has changed since", "undo the change to continue it"
+            if lost := _lost_paths(directory):
+                cause, hint = f"{join_first(lost)} does not exist any more", "restore it to continue the run"
         resume = copyable_overrides(f"train.resume={directory}")
         more = (
             f". Add {resume} to start it from the last checkpoint of this run"
@@ -214,12 +217,21 @@ def _has_checkpoint_for(config: Config | None, directory: Path) -> bool:
     return False
 
 
-def _local_paths(config: Config | None) -> list[str]:
-    """Return the files and folders that a configuration names, each with its key."""
+def _local_paths(config: Config | None, *, exist: bool = True) -> list[str]:
+    """Return the files and folders that a configuration names, each with its key; or those that do not exist."""
     if config is None:
         return []
-    named = [(key, get_value(config, key)) for key, spec in schema_fields() if info_of(spec).path]
-    return [f"{key}={path}" for key, path in named if path and (os.path.exists(path) or glob.glob(path))]
+    keys = [key for key, spec in schema_fields() if info_of(spec).path]
+    keys += ["model.name"] if names_source(config.model) else []
+    named = [(key, get_value(config, key)) for key in keys]
+    return [f"{key}={path}" for key, path in named if path and bool(os.path.exists(path) or glob.glob(path)) == exist]
+
+
+def _lost_paths(directory: Path) -> list[str]:
+    """Return the files and folders of a run that do not exist any more. Those of a record are absolute."""
+    with suppress(OSError, ValueError, KeyError, TypeError):  # The spec is missing or damaged.
+        return [text for text in _local_paths(RunSpec.read(directory).config, exist=False) if "=/" in text]
+    return []
 
 
 @contextmanager

@@ -371,20 +371,20 @@ def max_positions(model: nn.Module) -> int | None:
     positions = getattr(bare, "positions", None)
     if isinstance(positions, nn.Embedding):
         return positions.num_embeddings
-    limit = getattr(_text_config(bare), "max_position_embeddings", None)
+    config = _text_config(bare)
+    limit = getattr(config, "max_position_embeddings", getattr(config, "max_seq_len", None))  # the latter: MPT
     return None if limit is None else int(limit)
 
 
 def learned_positions(model: nn.Module) -> int | None:
     """Return the number of learned positions, which no sequence can exceed; None if the model has none."""
     limit, tokens = max_positions(model), [module for _, module in find_embeddings(model)]
-    sizes = {
-        module.num_embeddings
-        for module in model.modules()
-        if isinstance(module, nn.Embedding) and all(module is not other for other in tokens)
-    }
-    # OPT and BART have two more rows.
-    return limit if limit is not None and sizes & {limit, limit + 2} else None
+    others = (module for module in model.modules() if all(module is not other for other in tokens))
+    sizes = () if limit is None else (limit, limit + 2)
+    tables = [table for table in others if isinstance(table, nn.Embedding) and table.num_embeddings in sizes]
+    # OPT and BART have two more rows. RoBERTa counts from the row after that of the padding.
+    unused = (0 if table.padding_idx is None else table.padding_idx + 1 for table in tables)
+    return limit - max(unused) if limit is not None and tables else None
 
 
 def read_attention(model: nn.Module) -> str | None:

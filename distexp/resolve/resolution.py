@@ -42,6 +42,12 @@ from distexp.strategies.parallel.checks import parallel_errors
 DEFAULT_LENGTH = 512
 """Most tokens of a sample of own texts, if the model has as many positions."""
 
+AFTER_PADDING = {
+    *("camembert", "data2vec-text", "esm", "ibert", "layoutlmv3", "lilt", "longformer", "luke", "markuplm", "mpnet"),
+    *("roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "xmod"),
+}
+"""Types of models whose positions are counted from the row after that of the padding."""
+
 
 def choose_length(config: Config) -> None:
     """Set the length of own texts, if it is open."""
@@ -57,7 +63,9 @@ def _positions(model: ModelConfig) -> int | None:
     found = architecture_of(model)
     places = (found, found.get(TEXT))
     sizes = [place.get(key) for place in places if isinstance(place, Mapping) for key in POSITIONS]
-    return next((size for size in sizes if type(size) is int and size > 1), None)
+    size = next((size for size in sizes if type(size) is int and size > 1), None)
+    padding = found.get("pad_token_id", 1) if found.get(MODEL_TYPE) in AFTER_PADDING else None
+    return max(size - padding - 1, 1) if size and type(padding) is int else size
 
 
 def without_hydra(composed: DictConfig) -> DictConfig:

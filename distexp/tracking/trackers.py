@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from distexp.config.fields import flatten
+from distexp.config.overrides import shell_quote
 from distexp.runs.record import RunRecord, RunSpec
 from distexp.runs.run_dir import DS_CONFIG, EVENTS, MEMORY, METRICS, RECORD, SPEC, TENSORBOARD, TRACKER_END, TRACKER_LOG
 from distexp.system.processes import end_tree, start_module
@@ -127,7 +128,7 @@ class TensorBoard:
         self.log(0, {f"summary/{name}": value for name, value in summary.items()})
         self.writer.add_text("status", record.status)
         self.writer.close()
-        return [f"tensorboard --logdir {self.folder}"]
+        return [f"tensorboard --logdir {shell_quote(str(self.folder))}"]
 
 
 class Wandb:
@@ -163,7 +164,7 @@ class Wandb:
         self.run.log_artifact(artifact)
         folder, address = Path(self.run.dir).parent, self.run.url
         self.run.finish(exit_code=0 if record.status == "completed" else 1)
-        return [f"wandb: {address}"] if self.online else [f"wandb sync {folder}"]
+        return [f"wandb: {address}"] if self.online else [f"wandb sync {shell_quote(str(folder))}"]
 
 
 class MLflow:
@@ -196,7 +197,7 @@ class MLflow:
         for path in files:
             self.client.log_artifact(self.run_id, str(path))
         self.client.set_terminated(self.run_id, "FINISHED" if record.status == "completed" else "FAILED")
-        return [f"mlflow ui --backend-store-uri {self.uri}"]
+        return [f"mlflow ui --backend-store-uri {shell_quote(self.uri)}"]
 
 
 class Trackio:
@@ -222,4 +223,4 @@ class Trackio:
         status = {"summary/completed": float(record.status == "completed")}
         self.log(self.step, {f"summary/{name}": value for name, value in summary.items()} | status)
         self.run.finish()
-        return [f"trackio show --project {self.project}"]
+        return [f"trackio show --project {shell_quote(self.project)}"]

@@ -33,13 +33,14 @@ def load_data(config: Config, context: Context) -> TaskData:
     """Load the data set. One rank per node builds the cached parts; rank 0 prints the notes."""
     target = config.dataset._target_
     try:
-        data: TaskData = locate(target)(config.dataset, config.model, config.train.seed)
+        data = _load_within_limits(config)
     except base.TooFewSamplesError:  # ``distexp verify`` uses what the data have.
         raise
     except ConfigError as error:
         raise ConfigError([*error.errors, *_source_errors(config.model)]) from error.__cause__
     check_returned(data, TaskData, f"dataset._target_={target}")
     base.check_task_data(data, config.model.task, f"dataset._target_={target}")
+    data = replace(data, num_classes=int(data.num_classes))  # It may be an integer of NumPy, which JSON does not take.
     base.check_not_empty(data, evaluates=config.train.evaluate)
     if config.dataset.cache in ("cpu", "gpu"):
         data = cache_images(data, config.dataset.cache, context.device)
@@ -61,6 +62,23 @@ def load_data(config: Config, context: Context) -> TaskData:
         for note in data.notes:
             print(f"note: {note}", flush=True)
     return data
+
+
+def _load_within_limits(config: Config) -> TaskData:
+    """Load the data set. A size that ``scale=tiny`` has set is a limit, so smaller data are whole."""
+    load, dataset = locate(config.dataset._target_), config.dataset
+    while True:
+        try:
+            data: TaskData = load(dataset, config.model, config.train.seed)
+        except base.TooFewSamplesError as error:
+            key = f"{error.key}_size"
+            limit = getattr(config.scale, key)
+            if limit is None or getattr(dataset, key) != limit or error.available >= limit:
+                raise
+            changed: dict[str, Any] = {key: error.available}
+            dataset = replace(dataset, **changed)
+        else:
+            return data
 
 
 def _source_errors(model: ModelConfig) -> list[str]:

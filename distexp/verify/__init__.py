@@ -47,6 +47,7 @@ from distexp.verify.phases import (
     RunSettings,
     labels_of,
     plan_variant,
+    remove_proofs,
 )  # fmt: skip
 from distexp.worker.preload import own_modules
 
@@ -125,7 +126,8 @@ def compare_recordings(reference: Path, variant: Path, *, as_json: bool) -> None
     for folder in (reference, variant):
         if not (folder / PHASE_SETTINGS).is_file():
             raise ConfigError(f"{folder} has no recording: run your script with {RECORDING_VARIABLE}={folder}")
-    (variant / PROOF).unlink(missing_ok=True)
+    for name in (PROOF, PROOF_PAGE):
+        (variant / name).unlink(missing_ok=True)
     directories = {"reference": str(reference), "noise": str(reference), "variant": str(variant)}
     settings, label = RunSettings.read(variant), variant.name
     phase = {"name": "script", "adds": f"recorded on {settings.world_size} workers", "directories": directories}
@@ -162,6 +164,7 @@ def verify_cells(
     cells: Sequence[Cell], make: MakeCell, sweep_dir: Path, *, quick: bool, timeout_s: float
 ) -> list[dict[str, Any]]:
     """Train and compare all cells; return their results, in the order of the cells."""
+    remove_proofs(sweep_dir)
     labels, planned = labels_of(cells), {}
     make_once = cache(make)  # The variants of a sweep have the same references.
     for number, (cell, label) in enumerate(zip(cells, labels, strict=True)):

@@ -22,7 +22,7 @@ from distexp.plan.plan_table import replace_overrides
 from distexp.resolve.run_id import run_id
 from distexp.runs.record import RunSpec
 from distexp.runs.record_sections import RunInfo
-from distexp.runs.run_dir import CHECKPOINTS, PHASE_SETTINGS, PROOF
+from distexp.runs.run_dir import CHECKPOINTS, PHASE_SETTINGS, PROOF, PROOF_PAGE
 from distexp.strategies.single import REFERENCE
 from distexp.strategies.zero.ds_config import copy_without_varied
 from distexp.system.files import read_json, write_json
@@ -149,10 +149,16 @@ class PlannedVariant:
         return [Path(path) for role, path in found if role in roles]
 
 
+def remove_proofs(sweep_dir: Path) -> None:
+    """Remove what an earlier verification in a directory found, also of variants that are not compared again."""
+    for name in (PROOF, PROOF_PAGE):
+        for file in sweep_dir.glob(f"[0-9]*/{name}"):
+            file.unlink(missing_ok=True)
+
+
 def plan_variant(cell: Cell, label: str, directory: Path, make: MakeCell, *, quick: bool) -> PlannedVariant:
-    """Compose the runs of all phases of a cell, and write their directories. Remove an earlier proof."""
+    """Compose the runs of all phases of a cell, and write their directories."""
     assert cell.config is not None, "an invalid cell is not planned"
-    (directory / PROOF).unlink(missing_ok=True)
     variant = PlannedVariant(label, cell.config, command_of(cell, quick=quick), directory)
     for phase in phases_of(cell.config, quick=quick):
         _plan_phase(variant, phase, cell, make)

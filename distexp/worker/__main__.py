@@ -104,7 +104,7 @@ def loader_error(error: BaseException) -> BaseException:
     Tensors of a process that ended cannot be received.
     """
     if isinstance(error, FileNotFoundError | ConnectionError | EOFError) or "ancdata" in text_of(error):
-        return lost_loader() or error
+        return lost_loader(error) or error
     frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__) if frame.f_code.co_name == "reraise")
     wrapper: Any = next((frame.f_locals.get("self") for frame in frames), None)
     if not hasattr(wrapper, "exc_msg") or text_of(error).startswith("Caught "):
@@ -117,15 +117,20 @@ LOADER_END_S = 1.0
 """Time for the end of a process that has already closed its connections."""
 
 
-def lost_loader() -> RuntimeError | None:
-    """Return torch's error about a data loader process that ended early, or None."""
+def lost_loader(error: BaseException) -> RuntimeError | None:
+    """Return the error about a process of the data loader that raised ``error``, if one ended early, or None."""
     torch, deadline = sys.modules.get("torch"), time.monotonic() + LOADER_END_S
-    while torch is not None and processes.descendants(os.getpid(), recursive=False):
+    owners = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    loaders: list[Any] = [owner for owner in owners if type(owner).__name__ == "_MultiProcessingDataLoaderIter"]
+    while torch is not None:
         try:
             torch._C._error_if_any_worker_fails()
-        except RuntimeError as error:
-            return error
-        if time.monotonic() > deadline:
+        except RuntimeError as found:
+            return found
+        # Torch's function passes over exit code 0, as after a KeyboardInterrupt.
+        if ended := {worker.pid for loader in loaders for worker in loader._workers if not worker.is_alive()}:
+            return RuntimeError(f"DataLoader worker (pid(s) {', '.join(map(str, ended))}) exited unexpectedly")
+        if time.monotonic() > deadline or not processes.descendants(os.getpid(), recursive=False):
             return None
         time.sleep(0.05)
     return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from pathlib import Path
 
 import pytest
@@ -129,3 +130,16 @@ def test_a_primary_configuration_that_is_not_read_is_named(
     assert printed.err.startswith("distexp: warning: conf/config.yaml is not read, because the primary configuration")
     assert "into conf/experiment/my.yaml" in printed.err
     assert "seed: 7" in printed.out
+
+
+@pytest.mark.parametrize("name", ["a[1].jsonl", "a{x}.jsonl", 'a"b.jsonl', "a'[.jsonl", "a,b.jsonl"])
+def test_a_file_with_signs_of_hydra_in_its_name_is_advised_in_quotes(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path(name).write_text('{"text": "a"}\n')
+    assert main([f"dataset={name}", "strategy=single"]) == 2
+    (typed,) = shlex.split(capsys.readouterr().err.partition(", write " if "," in name else ": write ")[2])
+    assert main([typed, "strategy=single"]) == 2
+    data = shlex.split(capsys.readouterr().err.partition("is data and not an option: write ")[2])
+    assert main([*data, "--cfg", "job"]) == 0
+    assert name in capsys.readouterr().out

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +16,7 @@ from distexp.config import Config, ConfigError
 from distexp.config.custom_code import PAGE, locate
 from distexp.data.base import TargetTokens, TaskData
 from distexp.data.loader import BatchSharding, ShardedLoader
+from distexp.distributed.context import Context
 from distexp.engines.base import check_built
 from distexp.engines.native import Native
 from distexp.models.objective import get_logits
@@ -120,6 +123,12 @@ def test_a_worker_names_what_is_wrong_with_a_dataset(name: str, expected: list[s
     for message, part in zip(caught.value.errors, expected, strict=True):
         assert part in message
         assert message.endswith(f"as in {PAGE}")
+
+
+def test_the_number_of_classes_may_be_an_integer_of_numpy(tmp_path: Path) -> None:
+    config = make_config("dataset._target_", "load_numpy_classes")
+    data = load_data(config, Context(0, 1, 0, 1, 1, torch.device("cpu"), tmp_path))
+    assert json.dumps(data.num_classes) == "7"
 
 
 @pytest.mark.parametrize("targets", [False, True], ids=["all logits", "logits of targets"])

@@ -699,8 +699,16 @@ def test_the_length_of_texts_is_that_of_a_model_folder(files: Path, tmp_path: Pa
         f"dataset.path={files / 'my.jsonl'}",
         ("model=hf", f"model.name={tmp_path}", "model.init=random", "model.tokenizer=byte"),
     )
-    for positions, length in ((96, 96), (4096, 512)):
-        (tmp_path / "config.json").write_text(json.dumps({"model_type": "opt", "max_position_embeddings": positions}))
+    # RoBERTa counts from the row after that of the padding.
+    roberta = {"model_type": "roberta", "is_decoder": True, "max_position_embeddings": 67}
+    for architecture, length in (
+        ({"model_type": "opt", "max_position_embeddings": 96}, 96),
+        ({"model_type": "opt", "max_position_embeddings": 4096}, 512),
+        (roberta, 65),
+        ({**roberta, "pad_token_id": 2}, 64),
+        ({"model_type": "mpt", "max_seq_len": 64}, 64),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(architecture))
         assert resolve_cell(*model, *ONE_WORKER[:-1], "dataset=text", path).dataset.max_length == length
 
 

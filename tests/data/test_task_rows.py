@@ -12,7 +12,7 @@ import pytest
 from distexp.config import ConfigError
 from distexp.data.base import IGNORE, TaskData
 from distexp.data.sources.documents import load_chat, load_text
-from distexp.data.tokenization import HuggingFaceTokenizer
+from distexp.data.tokenization import HuggingFaceTokenizer, train_byte_tokenizer
 from tests.helpers.runs import resolve_cell
 
 SENTENCE = ("Ada", "bakes", "bread", "in", "Oslo", "every", "morning")
@@ -85,6 +85,16 @@ def test_pairs_have_labels_for_the_decoder(tmp_path: Path) -> None:
     assert batch.inputs["decoder_labels"].equal(batch.labels)
     assert batch.num_targets == int((batch.labels != IGNORE).sum())
     assert batch.num_tokens == int(batch.inputs["attention_mask"].sum()) + batch.num_targets
+
+
+def test_answers_are_cut_with_the_token_that_ends_them(tmp_path: Path) -> None:
+    """A tokenizer of a folder may append no end token. The decoder has positions for ``dataset.max_length`` tokens."""
+    train_byte_tokenizer([sentence(number) for number in range(9)], 300).save(tmp_path)
+    rows = [{"prompt": sentence(number), "answer": sentence(number) * 20} for number in range(8)]
+    data = load(tmp_path, "seq2seq_lm", rows, "model.tokenizer=auto")
+    assert not any(data.tokenizer.affixes)
+    labels = data.train[0]["labels"]
+    assert (len(labels), labels[-1]) == (LENGTH, data.tokenizer.eos_id)
 
 
 @pytest.mark.parametrize(

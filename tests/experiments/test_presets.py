@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from distexp import experiments
+from distexp.cli.main import main
 from distexp.config import Config, ConfigError
 from distexp.config.keys import options_of
 from distexp.report.data.metrics import METRICS_BY_NAME
@@ -268,6 +270,29 @@ def test_experiments_lists_presets_with_their_first_sentence(tmp_path: Path) -> 
     assert near.stderr == "distexp: no preset matches zero_stages. Did you mean deepspeed/zero_stages?\n"
     folder = run_module("distexp.experiments", "fsdp", cwd=tmp_path)
     assert set(re.findall(r"experiment=(\w+)/", folder.stdout)) == {"fsdp"}
+
+
+def test_experiments_lists_and_runs_presets_of_a_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    preset = tmp_path / "my, conf" / "experiment" / "my" / "zs.yaml"
+    preset.parent.mkdir(parents=True)
+    preset.write_text("# @package _global_\n# Stages of ZeRO. They need DeepSpeed.\ntrain: {seed: 7}\n")
+    assert main(["experiments", "--config-dir", "my, conf", "my", "map"]) == 0
+    assert "experiment=map/strategies\n" in (listed := capsys.readouterr().out)
+    assert listed.endswith("experiment=my/zs\n    Stages of ZeRO.\n")
+    started: list[list[str]] = []
+    monkeypatch.setattr(experiments, "_run", lambda command: started.append(command[3:]) or 0)
+    assert main(["experiments", "my", "--config-dir=my, conf", "train.seed=8"]) == 0
+    assert started == [["experiment=my/zs", "train.seed=8", "--config-dir=my, conf"]]
+    for arguments, message in (
+        (("--config-dir", "none"), "none is no folder: give an existing one to --config-dir"),
+        (("-m", "ddp", "scale=tiny"), "-m is not an option: see distexp experiments --help"),
+        (("--config-di", "x"), "--config-di is not an option: write --config-dir"),
+    ):
+        assert main(["experiments", *arguments]) == 2
+        assert capsys.readouterr().err == f"distexp: {message}\n"
 
 
 def test_experiments_report_a_misspelled_override_once(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -22,6 +23,7 @@ from distexp.forecast.command import print_forecast, what_if
 from distexp.forecast.communication import Forecast, Target
 from distexp.forecast.profiled_run import read_profiled_run
 from distexp.forecast.size_rows import default_sizes
+from distexp.guard.config_files import remember_file
 from distexp.plan.estimate import Estimate
 from distexp.runs.predictions import read_errors, read_forecasts
 from distexp.runs.record import RunRecord
@@ -85,6 +87,23 @@ def test_the_command_composes_the_run_with_other_sizes(sweep: Path, capsys: pyte
     assert [row["efficiency"] for row in found[:2]] == pytest.approx([1.0, 0.34 / 0.2 / 2])
     assert found[2]["step_time_s"] is None
     assert "train.global_batch_size=64 is no multiple" in found[2]["reason"]
+
+
+def test_a_run_with_a_preset_of_a_folder_is_forecast(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sweep = write_profiled(tmp_path / "sweep", profiled_record(0, "experiment=mine"))
+    preset = tmp_path / "my conf" / "experiment" / "mine.yaml"
+    preset.parent.mkdir(parents=True)
+    preset.write_text("# @package _global_\nhydra: {run: {dir: fixed}}\n")  # A forecast makes no directory.
+    command = {"words": ["experiment=mine", "--config-dir", "my conf"], "directory": str(tmp_path)}
+    (sweep / "command.json").write_text(json.dumps(command))
+    remember_file(sweep / "command.json")
+    sizes = ("cluster.nodes=1", "forecast.memory=off")
+    assert main([str(sweep), *sizes]) == 2
+    message, _, option = capsys.readouterr().err.partition(": add ")
+    assert message == f"distexp: experiment=mine of {sweep}/0 is an option of another folder"
+    assert shlex.split(option) == ["--config-dir", f"{tmp_path}/my conf"]
+    assert main([str(sweep), *shlex.split(option), *sizes]) == 0
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize(
@@ -204,6 +223,7 @@ def test_a_size_with_other_layers_is_not_forecast(
         (("parallel.expert=2",), "leave it out. This training cannot be profiled with it either: parallel.expert=2"),
         (("cluster.device=cuda",), "cluster.device=cuda changes what a worker computes"),
         (("scaling=fixed,weak_data",), "scaling=fixed,weak_data has several values"),
+        (("hydra.run.dir=x",), "hydra.run.dir=x has no effect, because a forecast makes no directory: leave it out"),
         (("--multirun",), "--multirun is not an option of forecast"),
         (("another",), "2 directories"),
     ],

@@ -535,10 +535,13 @@ def test_frequencies_of_rope_are_neither_rounded_nor_saved(tmp_path: Path) -> No
     assert list(persistent_buffers(model)) == []
 
 
-@pytest.mark.parametrize(("name", "limit"), [("gpt2", 64), ("opt", 64), ("llama", None), ("bloom", None)])
+@pytest.mark.parametrize(
+    ("name", "limit"), [("gpt2", 64), ("opt", 64), ("roberta", 62), ("llama", None), ("bloom", None)]
+)
 def test_learned_positions_limit_the_length(name: str, limit: int | None, tmp_path: Path) -> None:
     size = "n_positions" if name == "gpt2" else "max_position_embeddings"
-    save_model(tmp_path, {**ARCHITECTURES[name], **({} if name == "bloom" else {size: 64})})
+    architecture = ARCHITECTURES.get(name, {**LLAMA, "model_type": name, "is_decoder": True})
+    save_model(tmp_path, {**architecture, **({} if name == "bloom" else {size: 64})})
     assert learned_positions(build_model(tmp_path)) == limit
 
 

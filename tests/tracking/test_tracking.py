@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sqlite3
 import subprocess
 import sys
@@ -31,8 +32,8 @@ def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
-    folder = tmp_path_factory.mktemp("tracking") / "run"
-    done = run_distexp(*SETTINGS, "tracker=tensorboard", f"hydra.run.dir={folder}")
+    folder = tmp_path_factory.mktemp("tracking") / "my run"
+    done = run_distexp(*SETTINGS, "tracker=tensorboard", f"hydra.run.dir='{folder}'")
     assert done.returncode == 0, done.stdout + done.stderr
     return folder, done
 
@@ -55,7 +56,7 @@ def test_tensorboard_has_every_step_and_the_summary(run: tuple[Path, subprocess.
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     folder, done = run
-    assert f"tensorboard --logdir {folder}/tensorboard" in done.stdout
+    assert f"tensorboard --logdir '{folder}/tensorboard'" in done.stdout
     events = EventAccumulator(str(folder / "tensorboard"))
     events.Reload()
     scalars = events.Scalars("train/loss")
@@ -93,9 +94,9 @@ def test_mlflow_has_parameters_metrics_and_files(
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     from mlflow.tracking import MlflowClient
 
-    folder, uri = run[0], f"file://{tmp_path}/store"
+    folder, uri = run[0], f"file://{tmp_path}/my store"
     messages = follow(folder, TrackerConfig("mlflow", "distexp.tracking.trackers.MLflow", uri=uri))
-    assert messages == [f"mlflow: mlflow ui --backend-store-uri {uri}"]
+    assert messages == [f"mlflow: mlflow ui --backend-store-uri '{uri}'"]
     client = MlflowClient(uri)
     (experiment,) = [found for found in client.search_experiments() if found.name == "distexp"]
     (found,) = client.search_runs([experiment.experiment_id])
@@ -114,7 +115,8 @@ def test_wandb_is_offline_and_reports_the_upload_command(run: tuple[Path, subpro
     (message,) = [
         line for line in follow(folder, TrackerConfig("wandb", "distexp.tracking.trackers.Wandb")) if "sync" in line
     ]
-    run_folder = Path(message.removeprefix("wandb: wandb sync "))
+    (typed,) = shlex.split(message.removeprefix("wandb: wandb sync "))
+    run_folder = Path(typed)
     assert run_folder.parent == folder / "wandb"
     assert run_folder.name.startswith("offline-run-")
     (database,) = run_folder.glob("run-*.wandb")

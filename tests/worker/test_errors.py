@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from contextlib import suppress
 from pathlib import Path
 from traceback import StackSummary
@@ -163,13 +164,17 @@ def test_an_error_of_a_data_loader_process_has_its_class(error: Exception, spec_
 
 
 class EndingSamples:
-    """Samples whose data loader process ends."""
+    """Samples whose data loader process ends with an exit code, after a while."""
+
+    def __init__(self, code: int, seconds: float = 0) -> None:
+        self.code, self.seconds = code, seconds
 
     def __len__(self) -> int:
         return 1
 
     def __getitem__(self, index: int) -> None:
-        os._exit(3)
+        time.sleep(self.seconds)
+        os._exit(self.code)
 
 
 @pytest.mark.parametrize(
@@ -183,7 +188,7 @@ class EndingSamples:
 def test_the_end_of_a_data_loader_process_is_the_cause_of_a_lost_connection(error: Exception) -> None:
     """The rank may notice first that it cannot receive a tensor."""
     assert loader_error(error) is error, "no process has ended"
-    loader: Any = DataLoader(EndingSamples(), num_workers=1)  # type: ignore[arg-type]
+    loader: Any = DataLoader(EndingSamples(3), num_workers=1)  # type: ignore[arg-type]
     handler = signal.getsignal(signal.SIGCHLD)
     try:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -194,6 +199,21 @@ def test_the_end_of_a_data_loader_process_is_the_cause_of_a_lost_connection(erro
         signal.signal(signal.SIGCHLD, handler)
     assert re.match(r"DataLoader worker \(pid \d+\) exited unexpectedly with exit code 3", str(found)), found
     del batches
+
+
+def test_a_data_loader_process_that_ends_with_exit_code_0_is_the_cause_too() -> None:
+    lost = FileNotFoundError(errno.ENOENT, "No such file or directory")
+
+    def fail(timeout: float) -> None:
+        raise lost
+
+    loader: Any = DataLoader(EndingSamples(0, seconds=0.2), num_workers=1)  # type: ignore[arg-type]
+    batches: Any = iter(loader)
+    batches._data_queue = SimpleNamespace(get=fail)
+    with pytest.raises(FileNotFoundError) as caught:
+        next(batches)  # The process is alive.
+    found = loader_error(caught.value)
+    assert re.fullmatch(r"DataLoader worker \(pid\(s\) \d+\) exited unexpectedly", str(found)), found
 
 
 def test_a_disk_that_custom_code_fills_in_a_save_may_be_another_one(

@@ -74,3 +74,14 @@ def test_data_of_other_sizes_on_the_ranks_are_refused(
     if position == 2:
         config.train.evaluate = False
         make_loaders(config, load_data(config, context), context)
+
+
+def test_data_below_the_limits_of_a_scale_are_whole(context: Context) -> None:
+    rows = context.run_dir / "rows.jsonl"
+    rows.write_text('{"text": "Ada is a baker from Oslo."}\n' * 20)
+    tiny = ("model=gpt_tiny", "strategy=single", "scale=tiny", "dataset=text", f"dataset.path={rows}")
+    data = load_data(resolve_cell(*tiny), context)
+    assert 0 < len(data.evaluation) < 16
+    assert len(data.train) + len(data.evaluation) == 20
+    with pytest.raises(ConfigError, match=r"dataset.eval_size=15 is more than the "):
+        load_data(resolve_cell(*tiny, "dataset.eval_size=15"), context)

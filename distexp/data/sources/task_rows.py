@@ -106,13 +106,14 @@ class RowEncoder:
             starts = [range(0, len(ids), self.room) for ids in encoded]
             parts = [self._enclose(ids[i : i + self.room]) for ids, at in zip(encoded, starts, strict=True) for i in at]
             return text.LabeledTokens(*_flatten(parts), np.zeros(0, dtype=np.int64))
-        inputs = self._cut(encoded, name, "texts")
+        inputs = self._cut(encoded, name, "texts", self.room)
         if self.task == "sequence_classification":
             labels = [self._class(value, place) for place, _, value in items]
             return text.LabeledTokens(*_flatten(inputs), np.asarray(labels, dtype=np.int64))
-        answers = self._cut(self.tokenizer.encode_batch([answer for _, _, answer in items]), name, "answers")
         is_ended = self.tokenizer.eos_id in self.tokenizer.affixes[1]
         end = np.asarray([] if is_ended else [self.tokenizer.eos_id], np.int32)
+        encoded = self.tokenizer.encode_batch([answer for _, _, answer in items])
+        answers = self._cut(encoded, name, "answers", self.room - len(end))
         targets, ends = _flatten([np.append(ids, end) for ids in answers])
         return text.LabeledTokens(*_flatten(inputs), targets.astype(np.int64), ends, for_decoder=True)
 
@@ -131,10 +132,10 @@ class RowEncoder:
         before, after = (np.asarray(special, dtype=np.int32) for special in self.tokenizer.affixes)
         return np.concatenate([before, ids, after])
 
-    def _cut(self, encoded: Sequence[TokenIds], name: str, what: str) -> list[TokenIds]:
-        if cut := sum(len(ids) > self.room for ids in encoded):
+    def _cut(self, encoded: Sequence[TokenIds], name: str, what: str, room: int) -> list[TokenIds]:
+        if cut := sum(len(ids) > room for ids in encoded):
             self.notes.append(f"cut to dataset.max_length={self.length} tokens: {cut} of {len(encoded)} {name} {what}")
-        return [self._enclose(ids[: self.room]) for ids in encoded]
+        return [self._enclose(ids[:room]) for ids in encoded]
 
     def _tag(self, items: Sequence[Item], name: str) -> text.LabeledTokens:
         """Return words whose class is a label at the first token. All but the first start with a space."""
@@ -149,7 +150,7 @@ class RowEncoder:
                 target[:1] = self._class(tag, place)
             inputs.append(np.concatenate(own))
             labels.append(np.concatenate([before, np.concatenate(targets)[: self.room], after]))
-        tokens, ends = _flatten(self._cut(inputs, name, "texts"))
+        tokens, ends = _flatten(self._cut(inputs, name, "texts", self.room))
         return text.LabeledTokens(tokens, ends, _flatten(labels)[0].astype(np.int64), ends)
 
     def _class(self, value: str | int, place: str) -> int:
