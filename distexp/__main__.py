@@ -1,9 +1,10 @@
 """``python -m distexp``, the same as ``distexp``."""
 
+# Python has imported these before. A file of the current folder may hide any other module.
+import os
 import sys
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
-from pathlib import Path
 
 REQUIRED = ("omegaconf", "hydra", "torch")
 """Packages without which no command works."""
@@ -14,20 +15,21 @@ def missing_package() -> str | None:
     missing = next((name for name in REQUIRED if find_spec(name) is None), None)
     if missing is None:
         return None
-    activate = Path(__file__).parents[1] / ".venv" / "bin" / "activate"
-    solution = f"run 'source {activate}' first" if activate.exists() else "install distexp: see README.md"
+    activate = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), ".venv", "bin", "activate")
+    solution = f"run 'source {activate}' first" if os.path.exists(activate) else "install distexp: see README.md"
     return f"distexp: the package {missing} is not installed in {sys.executable}: {solution}"
 
 
 def hidden_module() -> str | None:
     """Return that a file of the current folder hides a module of Python or of a package; None if none does."""
-    here = Path(sys.path[0]).resolve()
+    here = os.path.realpath(sys.path[0])
     for name, module in list(sys.modules.items()):
-        file = Path(getattr(module, "__file__", None) or "/")
-        if here in (file.parent, file.parent.parent) and name.isidentifier() and file.stem in (name, "__init__"):
+        file = getattr(module, "__file__", None) or ""
+        own = [os.path.join(here, f"{name}.py"), os.path.join(here, name, "__init__.py")]
+        if os.path.realpath(file) in own:
             installed = PathFinder.find_spec(name, sys.path[1:])
-            other = Path(installed.origin) if installed is not None and installed.origin else file
-            if name in sys.stdlib_module_names or other.resolve() != file.resolve():
+            other = installed.origin if installed is not None and installed.origin else file
+            if name in sys.stdlib_module_names or os.path.realpath(other) != os.path.realpath(file):
                 return f"distexp: {file} hides the module {name} of Python or of a package: rename yours"
     return None
 

@@ -35,6 +35,7 @@ from distexp.config.overrides import (
     values_of,
     without_plus_prefix,
 )
+from distexp.data.sources.formats import MESSAGES_COLUMNS
 from distexp.data.sources.image_folder import ENDINGS
 from distexp.data.sources.rows import first_columns, is_local, walk_files
 from distexp.exceptions import describe_os_error, first_line
@@ -289,7 +290,7 @@ COLUMNS = {
     "column": ("text", "content", "body", "document", "article"),
     "prompt_column": ("prompt", "instruction", "question", "input"),
     "answer_column": ("answer", "response", "output", "completion", "reply", "target"),
-    "messages_column": ("messages", "conversation", "conversations"),
+    "messages_column": MESSAGES_COLUMNS,
 }
 """Usual names of columns by the key that names them. The first one is its default."""
 

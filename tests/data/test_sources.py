@@ -26,7 +26,7 @@ from transformers import AutoTokenizer
 from distexp.config import ConfigError
 from distexp.config.custom_code import locate
 from distexp.data.base import IGNORE, TaskData
-from distexp.data.sources.formats import text_format
+from distexp.data.sources.formats import messages_error, read_turn, text_format
 from distexp.data.sources.rows import find_files, is_held_out, open_rows
 from distexp.distributed.context import Context
 from distexp.runs.record import RunRecord
@@ -276,6 +276,15 @@ def test_answers_of_a_conversation_are_the_targets_by_the_template_of_the_tokeni
     assert torch.equal(whole.train[0]["labels"], whole.train[0]["input_ids"])
 
 
+def test_a_message_with_keys_that_are_null_has_those_of_the_other_format() -> None:
+    """As in Parquet, where all rows have the same keys."""
+    for old in ({"role": "user", "content": "a"}, {"from": "human", "value": "a"}):
+        message = dict.fromkeys(("role", "content", "from", "value")) | old
+        assert read_turn(message) == {"role": "user", "content": "a"}
+        answer = {"role": "assistant", "content": "b"}
+        assert messages_error({"messages": [message, answer]}, ("messages",)) is None
+
+
 def test_conversations_of_sharegpt_are_those_with_roles(files: Path, tmp_path: Path) -> None:
     words = (*TEXT, "dataset=chat", "dataset.chat_template=zephyr")
     renamed = (files / "chat.jsonl").read_text().replace('"messages"', '"conversations"')
@@ -284,6 +293,8 @@ def test_conversations_of_sharegpt_are_those_with_roles(files: Path, tmp_path: P
     (tmp_path / "sharegpt.jsonl").write_text(renamed)
     found = load(*words, f"dataset.path={tmp_path / 'sharegpt.jsonl'}", "dataset.messages_column=conversations")
     expected = load(*words, f"dataset.path={files / 'chat.jsonl'}")
+    with pytest.raises(ConfigError, match=r"no column messages: set dataset.messages_column=conversations$"):
+        load(*words, f"dataset.path={tmp_path / 'sharegpt.jsonl'}")
     assert len(found.train) == len(expected.train) > 1
     for index in range(len(found.train)):
         assert torch.equal(found.train[index]["input_ids"], expected.train[index]["input_ids"])

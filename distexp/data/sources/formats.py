@@ -48,6 +48,8 @@ CLASS = "a class, which is a name or a number from 0"
 ROLES = ("system", "developer", "user", "assistant", "tool")
 TURN_KEYS, SHAREGPT_KEYS = ("role", "content"), ("from", "value")
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
+MESSAGES_COLUMNS = ("messages", "conversation", "conversations")
+"""Usual names of a column of messages. The first one is the default."""
 
 
 class Row(NamedTuple):
@@ -107,7 +109,7 @@ def messages_error(values: Mapping[str, Any], columns: tuple[str, ...]) -> str |
 
 def is_sharegpt(message: Mapping[str, Any]) -> bool:
     """Return whether a message has the keys of ShareGPT, ``from`` and ``value``."""
-    return "role" not in message and "from" in message
+    return message.get("role") is None and message.get("from") is not None
 
 
 def read_turn(message: Mapping[str, Any]) -> dict[str, Any]:
@@ -174,6 +176,11 @@ def chat_format(dataset: DatasetConfig, columns: Sequence[str], task: str = "cau
                 f"{dataset.path} has messages, which only causal LMs read: write its rows with a prompt and an answer, "
                 "or use a causal LM"
             )
+    usual = next((name for name in MESSAGES_COLUMNS if name in columns), None)
+    if usual and task == "causal_lm" and dataset.prompt_column not in columns:
+        raise ConfigError(
+            f"{dataset.path} has no column {dataset.messages_column}: set dataset.messages_column={usual}"
+        )
     return RowFormat(("prompt_column", "answer_column"), text_error)
 
 
