@@ -3,6 +3,7 @@
 import json
 import re
 import signal
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -19,7 +20,7 @@ from distexp.runs import attempts, texts
 from distexp.runs.events import RankProgress, ranks_behind, read_phase_events, read_rank_progress
 from distexp.runs.record import RunRecord, RunSpec
 from distexp.runs.record_sections import RunError
-from distexp.runs.run_dir import EVENTS, GROUP_LOG, OOM_KILLS, OOM_MARK, RANK_LOG, STOPPED_RANKS, WORKER_EXITS
+from distexp.runs.run_dir import EVENTS, GROUP_LOG, LOGS, OOM_KILLS, OOM_MARK, RANK_LOG, STOPPED_RANKS, WORKER_EXITS
 from distexp.system import files, processes
 from distexp.system.cgroups import have_increased, oom_kills
 
@@ -107,6 +108,9 @@ def _silent_cause(directory: Path, reason: str, phase: str | None, rank: int | N
     last = printed[-1] if printed and not printed[-1].startswith(attempts.FORKED) else ""
     if last:
         reason = f"{reason.removesuffix('.')}. The parent process of the workers printed last: {name_limit(last)}"
+    hiding = next((file for file in sorted(Path.cwd().glob("*.py")) if file.stem in sys.stdlib_module_names), None)
+    if hiding and not (directory / LOGS).exists():
+        reason = f"no rank started. {hiding} hides the module {hiding.stem} of Python: rename yours"
     status = texts.out_of_memory_status("WorkerDied", last) or "failed"
     return Cause(status, RunError("WorkerDied", reason.removesuffix("."), phase, rank))
 

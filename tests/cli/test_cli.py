@@ -825,6 +825,17 @@ def test_a_file_that_hides_a_module_is_named_before_the_start(name: str, tmp_pat
     assert result.stderr.count("\n") == 1
 
 
+def test_a_file_that_hides_a_module_from_the_workers_only_is_named_in_the_record(tmp_path: Path) -> None:
+    """The console script does not import from the current folder. The processes of the run do."""
+    (tmp_path / "random.py").write_text("x = 1\n")
+    script = Path(sys.executable).with_name("distexp")
+    command = [script, "strategy=single", "hydra.run.dir=run"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    error = json.loads((tmp_path / "run" / "record.json").read_text())["error"]
+    assert error["message"].endswith(f"{tmp_path / 'random.py'} hides the module random of Python: rename yours")
+
+
 def test_version_is_that_of_the_package() -> None:
     assert start_distexp("--version").stdout == f"distexp {__version__}\n"
 
