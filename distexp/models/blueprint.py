@@ -382,9 +382,9 @@ def learned_positions(model: nn.Module) -> int | None:
     others = (module for module in model.modules() if all(module is not other for other in tokens))
     sizes = () if limit is None else (limit, limit + 2)
     tables = [table for table in others if isinstance(table, nn.Embedding) and table.num_embeddings in sizes]
-    # OPT and BART have two more rows. RoBERTa counts from the row after that of the padding.
-    unused = (0 if table.padding_idx is None else table.padding_idx + 1 for table in tables)
-    return limit - max(unused) if limit is not None and tables else None
+    # OPT and BART have two more rows. RoBERTa, with a plain table, counts from the row after that of the padding.
+    starts = [table.padding_idx for table in tables if type(table) is nn.Embedding]
+    return limit - max(0 if start is None else start + 1 for start in (*starts, None)) if limit and tables else None
 
 
 def read_attention(model: nn.Module) -> str | None:

@@ -97,7 +97,7 @@ COMMON = (
     *("train.log_every=1", "train.evaluate=false", "train.checkpoint_every=null", "train.resume=null"),
     *("train.save_model=false", "train.score_answers=false", "train.profile_steps=0", "train.eval_batch_size=null"),
     *("profile=false", "preflight.enabled=false", "measure.enabled=false", "dataset.num_workers=0"),
-    *("tracker=none", "scaling=fixed"),
+    *("tracker=none", "scaling=fixed", "scale.micro_batch_size=null", "scale.gradient_accumulation_steps=null"),
 )
 LEARNING_RATE = "train.learning_rate=0.01"
 ALONE = (
@@ -153,7 +153,8 @@ def remove_proofs(sweep_dir: Path) -> None:
     """Remove what an earlier verification in a directory found, also of variants that are not compared again."""
     for name in (PROOF, PROOF_PAGE):
         for file in sweep_dir.glob(f"[0-9]*/{name}"):
-            file.unlink(missing_ok=True)
+            if file.parent.name.isdigit():
+                file.unlink(missing_ok=True)
 
 
 def plan_variant(cell: Cell, label: str, directory: Path, make: MakeCell, *, quick: bool) -> PlannedVariant:

@@ -64,6 +64,13 @@ def test_no_phase_has_dropout() -> None:
     assert "adapter.dropout=0" not in phase_overrides(PHASES[0], resolve_cell("model=gpt_tiny"))
 
 
+def test_a_scale_limits_no_batch_of_a_phase() -> None:
+    """The run on one worker has more micro-batches than the limit of ``scale=tiny``."""
+    tiny = ("model=gpt_tiny", "dataset=squad_sample", "scale=tiny")
+    typed = [*phase_overrides(PHASES[0], resolve_cell(*tiny)), "train.gradient_accumulation_steps=6"]
+    assert resolve_cell(*tiny, *typed).train.gradient_accumulation_steps == 6
+
+
 def test_a_repeated_verification_has_nothing_of_the_earlier_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
