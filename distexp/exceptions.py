@@ -234,6 +234,13 @@ def memory_limit_hint() -> str:
     return ""
 
 
+def file_size_hint() -> str:
+    """Return what to do about the limit of the size of the files of this process; empty if it has none."""
+    if resource.getrlimit(resource.RLIMIT_FSIZE)[0] == resource.RLIM_INFINITY:
+        return ""
+    return "raise it with ulimit -f unlimited, or use a shell without it"
+
+
 def name_limit(message: str) -> str:
     """Return the message of an error; if it is about a limit of the system, with the limit in the same line."""
     lines = message.split("\n")

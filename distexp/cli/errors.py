@@ -38,7 +38,8 @@ from distexp.config.overrides import (
 from distexp.data.sources.image_folder import ENDINGS
 from distexp.data.sources.rows import first_columns, is_local, walk_files
 from distexp.exceptions import describe_os_error, first_line
-from distexp.runs.texts import FULL, NOT_WRITABLE, lacks_inodes
+from distexp.runs.texts import NOT_WRITABLE
+from distexp.system.files import FULL, lacks_inodes
 
 NEEDS_QUOTES = frozenset("!#&'();<=>^`~")
 """Characters that Hydra's grammar accepts only in quotes."""

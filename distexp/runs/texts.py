@@ -16,19 +16,11 @@ from distexp.exceptions import ConfigError, memory_limit_hint, text_of
 from distexp.runs.record import RunRecord
 from distexp.runs.record_sections import RunError
 from distexp.runs.run_dir import CHECKPOINTS, DISK_RESERVE, directory_key
+from distexp.system.files import FULL, FULL_BYTES, REFUSALS, find_refusal, free_bytes, lacks_inodes
 from distexp.system.typed_values import number_of, texts_of
-
-FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-"""Numbers of the errors of a full disk, an exhausted quota, and a limit of the size of files."""
 
 NOT_WRITABLE = frozenset({errno.EROFS, errno.EACCES, errno.EPERM})
 """Numbers of the errors of a folder that the user must not write."""
-
-REFUSALS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
-"""Numbers of the errors with which a file system refuses to write during a run. Libraries may keep their texts only."""
-
-FULL_BYTES = 512 * 1024
-"""A disk with less free space is full. This is more than the reserve, which another rank may have deleted."""
 
 
 def is_full_disk(error: BaseException, *, by_number: bool = False) -> bool:
@@ -63,8 +55,6 @@ def _refusal(error: BaseException) -> int | None:
 LOST_WRITE = re.compile(r"iostream error|PytorchStreamWriter failed|unexpected pos ")
 """Errors of torch that could not write a file. They have neither the number of the system's error nor the file."""
 
-PROBE_BYTES = 1 << 20
-
 
 def explain_lost_write(error: BaseException, run_dir: Path) -> BaseException:
     """Return why torch could not write a file of a checkpoint; another error as it is.
@@ -74,33 +64,10 @@ def explain_lost_write(error: BaseException, run_dir: Path) -> BaseException:
     if not LOST_WRITE.search(text_of(error)) or type(error) is not RuntimeError or is_full_disk(error):
         return error
     folder = next((run_dir / CHECKPOINTS).glob(".step-*.tmp"), run_dir)
-    probe = folder / f".probe-{os.getpid()}"
-    try:
-        with probe.open("wb") as file:
-            file.write(bytes(PROBE_BYTES))
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError as refusal:
-        return OSError(refusal.errno, refusal.strerror, str(probe))
-    finally:
-        with suppress(OSError):
-            probe.unlink(missing_ok=True)
+    if refusal := find_refusal(folder):
+        return refusal
     reason = f"torch could not write a file in {folder}: check the quota of its disk, and how much is free"
     return RuntimeError(f"{reason} ({text_of(error)})")
-
-
-def free_bytes(folder: Path) -> int:
-    """Return the free space of the disk of a folder."""
-    return shutil.disk_usage(folder).free
-
-
-def lacks_inodes(folder: Path) -> bool:
-    """Return whether a disk has (almost) no room for new files, but free space. Some file systems count no inodes."""
-    with suppress(OSError):
-        found = os.statvfs(next(path for path in (folder, *folder.parents) if path.exists()))
-        # 32 inodes are more than the reserve, which may have been deleted.
-        return found.f_files > 0 and found.f_favail < 32 and found.f_bavail * found.f_frsize >= FULL_BYTES
-    return False
 
 
 def full_disk_error(

@@ -141,7 +141,7 @@ def describe_error(error: BaseException, run_dir: Path, phase: str, rank: int) -
         is_custom = custom_code.is_raised_by_custom_code(error, trusted)
         place = custom_code.custom_code_place(error, trusted) or None
     # Libraries do not always name a full disk, so the free space is checked after a failed save.
-    is_lost_save = phase == "save" and not is_custom and texts.free_bytes(run_dir) < texts.FULL_BYTES
+    is_lost_save = phase == "save" and not is_custom and files.free_bytes(run_dir) < files.FULL_BYTES
     if phase == "save" and not is_custom and not is_lost_save:
         error = texts.explain_lost_write(error, run_dir)
     if texts.is_full_disk(error, by_number=is_custom) or is_lost_save:
