@@ -37,7 +37,7 @@ from distexp.config.overrides import (
 )
 from distexp.data.sources.image_folder import ENDINGS
 from distexp.data.sources.rows import first_columns, is_local, walk_files
-from distexp.exceptions import describe_os_error, first_line
+from distexp.exceptions import describe_os_error, file_size_hint, first_line
 from distexp.runs.texts import NOT_WRITABLE
 from distexp.system.files import FULL, lacks_inodes
 
@@ -107,7 +107,7 @@ def explain_os_error(error: OSError, *, resumes: bool, key: str) -> str:
     if error.errno == errno.ENOSPC and error.filename and lacks_inodes(Path(os.fsdecode(error.filename)).parent):
         return f"no inodes are left{place}: delete files{way}"
     hints = {
-        FULL: f"free space{way}",
+        FULL: file_size_hint(error.errno) or f"free space{way}",
         NO_DIRECTORY: elsewhere,
         NOT_WRITABLE: "copy the sweep to a folder that you can write, and resume the copy"
         if resumes

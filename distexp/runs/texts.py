@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from distexp.exceptions import ConfigError, memory_limit_hint, text_of
+from distexp.exceptions import ConfigError, file_size_hint, memory_limit_hint, text_of
 from distexp.runs.record import RunRecord
 from distexp.runs.record_sections import RunError
 from distexp.runs.run_dir import CHECKPOINTS, DISK_RESERVE, directory_key
@@ -89,7 +89,9 @@ def _full_disk_message(error: BaseException, run_dir: Path, phase: str, place: s
     elsewhere = f"start again on another disk with {directory_key(run_dir)}"
     number = _refusal(error) or errno.ENOSPC
     if number == errno.EFBIG:
-        return f"a file in {written} would exceed the largest size of a file (see ulimit -f): raise it, or {elsewhere}"
+        largest = f"a file in {written} would exceed the largest size of a file"
+        limit = file_size_hint()
+        return f"{largest}: {limit}" if limit else f"{largest} on its disk: {elsewhere}"
     if number == errno.EROFS:
         return f"the disk of {written} can no longer be written (read-only file system): {elsewhere}"
     if number == errno.ENOSPC and lacks_inodes(folder):
@@ -117,6 +119,8 @@ def describe_disk_error(error: OSError) -> str:
     reason = error.strerror or str(error)
     if error.errno in NOT_WRITABLE:
         return f"{reason}. Copy the folder to a place that you can write, and give that folder"
+    if limit := file_size_hint(error.errno):
+        return f"{reason}: {limit}"
     if is_full_disk(error):
         return f"{os.strerror(error.errno or errno.ENOSPC)}. Free space and repeat the command"
     return reason

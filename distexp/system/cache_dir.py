@@ -56,8 +56,8 @@ def _unusable(folder: Path, error: OSError) -> ConfigError:
     hint = f"{variable} writable directory"
     if error.errno in FULL:
         hint = f"make room, or {variable} folder on another disk"
-    if error.errno == errno.EFBIG and (limit := file_size_hint()):
-        reason, hint = f"{reason}, see ulimit -f", limit
+    if limit := file_size_hint(error.errno):
+        hint = limit
     elif error.errno == errno.ENOSPC and lacks_inodes(folder):
         reason, hint = f"{reason}: no inodes are left", hint.replace("make room", "delete files")
     return ConfigError(f"cannot write to the cache directory {folder} ({reason}): {hint}")
