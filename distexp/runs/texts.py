@@ -28,7 +28,7 @@ def is_full_disk(error: BaseException, *, by_number: bool = False) -> bool:
 
     ``by_number`` ignores texts without the number of a system error, which custom code may use for something else.
     """
-    return (_number_of(error) in REFUSALS) if by_number else _refusal(error) is not None
+    return (_number_of(error) in REFUSALS) if by_number else refusal_number(error) is not None
 
 
 def _number_of(error: BaseException) -> int | None:
@@ -39,7 +39,7 @@ def _number_of(error: BaseException) -> int | None:
     return error.errno if error.errno is not None or not numbers else int(numbers[-1])
 
 
-def _refusal(error: BaseException) -> int | None:
+def refusal_number(error: BaseException) -> int | None:
     """Return the number of the system error with which a file system refused to write; None for another error."""
     number = _number_of(error)
     if number is not None:
@@ -87,7 +87,7 @@ def _full_disk_message(error: BaseException, run_dir: Path, phase: str, place: s
     folder = run_dir if named is None else Path(os.fsdecode(named)).parent
     written = f"the folder that {place} writes to" if place and named is None else folder
     elsewhere = f"start again on another disk with {directory_key(run_dir)}"
-    number = _refusal(error) or errno.ENOSPC
+    number = refusal_number(error) or errno.ENOSPC
     if number == errno.EFBIG:
         largest = f"a file in {written} would exceed the largest size of a file"
         limit = file_size_hint()

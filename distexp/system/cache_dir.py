@@ -24,6 +24,9 @@ from distexp.system.files import (
     remove,
 )
 
+VARIABLE = "DISTEXP_CACHE"
+"""Environment variable with the cache directory."""
+
 
 def cache_dir() -> Path:
     """Return the cache directory.
@@ -31,7 +34,7 @@ def cache_dir() -> Path:
     ``$DISTEXP_CACHE``, or ``$XDG_CACHE_HOME/distexp``, or ``~/.cache/distexp``. Raise ConfigError if the user has no
     home directory, as in some containers.
     """
-    configured = os.environ.get("DISTEXP_CACHE")
+    configured = os.environ.get(VARIABLE)
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     try:
         return Path(configured).expanduser().absolute() if configured else Path(base, "distexp").expanduser().absolute()
@@ -44,18 +47,18 @@ def cache_dir() -> Path:
 
 def check_configured_cache() -> None:
     """Raise ConfigError if ``$DISTEXP_CACHE`` is no folder and cannot become one. Each run would fail otherwise."""
-    if os.environ.get("DISTEXP_CACHE"):
+    if os.environ.get(VARIABLE):
         try:
             cache_dir().mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise _unusable(cache_dir(), error) from error
 
 
-def _unusable(folder: Path, error: OSError) -> ConfigError:
-    reason, variable = error.strerror, "set the environment variable DISTEXP_CACHE to a"
-    hint = f"{variable} writable directory"
+def _unusable(folder: Path, error: OSError, variable: str = VARIABLE) -> ConfigError:
+    reason, change = error.strerror, f"set the environment variable {variable} to a"
+    hint = f"{change} writable directory"
     if error.errno in FULL:
-        hint = f"make room, or {variable} folder on another disk"
+        hint = f"make room, or {change} folder on another disk"
     if limit := file_size_hint(error.errno):
         hint = limit
     elif error.errno == errno.ENOSPC and lacks_inodes(folder):
@@ -68,6 +71,12 @@ RUST_NUMBER = re.compile(r"\(os error (\d+)\)")
 
 NUMPY_CUT = re.compile(r"\d+ requested and \d+ written")
 """Error of NumPy about an array that it could not write. It has no number of the system."""
+
+
+def explain_refusal(folder: Path, error: Exception, variable: str = VARIABLE) -> ConfigError | None:
+    """Return the error of a cache that refuses a file, with the variable that moves it; None for another error."""
+    refusal = _find_refusal(folder, error)
+    return None if refusal is None else _unusable(folder, refusal, variable)
 
 
 def _find_refusal(folder: Path, error: Exception) -> OSError | None:
@@ -84,7 +93,7 @@ def _find_refusal(folder: Path, error: Exception) -> OSError | None:
     if error.filename is not None:
         is_elsewhere = not Path(os.fsdecode(error.filename)).is_relative_to(folder)
     else:
-        is_elsewhere = error.errno == errno.ENOSPC and free_bytes(folder) >= FULL_BYTES
+        is_elsewhere = error.errno == errno.ENOSPC and folder.exists() and free_bytes(folder) >= FULL_BYTES
     return error if error.errno in REFUSALS and not is_elsewhere else None
 
 
@@ -143,10 +152,9 @@ def _build_and_rename(path: Path, build: Callable[[Path], None], lock: int, *, l
             if not path.exists():
                 raise
     except Exception as error:
-        refusal = _find_refusal(path.parent, error)
-        if refusal is None:
+        if (refused := explain_refusal(path.parent, error)) is None:
             raise
-        raise _unusable(path.parent, refusal) from error
+        raise refused from error
     finally:
         remove(partial)
 
