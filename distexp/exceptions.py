@@ -1,5 +1,6 @@
 """Exceptions that end a command without being bugs, and the exit code of a closed pipe."""
 
+import errno
 import io
 import os
 import re
@@ -232,6 +233,19 @@ def memory_limit_hint() -> str:
         if limit != resource.RLIM_INFINITY:
             return f"{name} limited (ulimit {option} {limit // 1024}): raise the limit, or use a shell without it"
     return ""
+
+
+def file_size_hint(number: int | None = errno.EFBIG) -> str:
+    """Return what to do about the limit of the size of the files of this process, which holds on every disk.
+
+    Empty if it has no limit, or for the number of another error.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if number != errno.EFBIG or soft == resource.RLIM_INFINITY:
+        return ""
+    # A shell cannot raise a limit that it has set with "ulimit -f 400", which also lowers the hard one.
+    can_raise = hard == resource.RLIM_INFINITY
+    return "raise the limit with ulimit -f unlimited" if can_raise else "use a shell without the limit (ulimit -f)"
 
 
 def name_limit(message: str) -> str:

@@ -38,8 +38,9 @@ from distexp.config.overrides import (
 from distexp.data.sources.formats import MESSAGES_COLUMNS
 from distexp.data.sources.image_folder import ENDINGS
 from distexp.data.sources.rows import first_columns, is_local, walk_files
-from distexp.exceptions import describe_os_error, first_line
-from distexp.runs.texts import FULL, NOT_WRITABLE, lacks_inodes
+from distexp.exceptions import describe_os_error, file_size_hint, first_line
+from distexp.runs.texts import NOT_WRITABLE
+from distexp.system.files import FULL, lacks_inodes
 
 NEEDS_QUOTES = frozenset("!#&'();<=>^`~")
 """Characters that Hydra's grammar accepts only in quotes."""
@@ -110,7 +111,7 @@ def explain_os_error(error: OSError, *, resumes: bool, key: str) -> str:
     if error.errno == errno.ENOSPC and error.filename and lacks_inodes(Path(os.fsdecode(error.filename)).parent):
         return f"no inodes are left{place}: delete files{way}"
     hints = {
-        FULL: f"free space{way}",
+        FULL: file_size_hint(error.errno) or f"free space{way}",
         NO_DIRECTORY: elsewhere,
         NOT_WRITABLE: "copy the sweep to a folder that you can write, and resume the copy"
         if resumes

@@ -19,6 +19,7 @@ from torch import Generator, Tensor
 
 from distexp.config import ConfigError
 from distexp.data.base import IGNORE, Batch, Sample
+from distexp.exceptions import file_size_hint
 from distexp.system.cache_dir import build_once, cache_dir
 from distexp.system.cgroups import cpu_count
 
@@ -250,9 +251,10 @@ def _build(images: ImageFiles, file: Path) -> None:
         except OtherSizeError:
             _write(images, images.size, file, resize=True)
     except OSError as error:
+        room = "free some space, set the environment variable DISTEXP_CACHE to another directory"
         raise ConfigError(
-            f"cannot write {len(images)} decoded images to {file.parent} ({error.strerror or error}): free some space, "
-            "set the environment variable DISTEXP_CACHE to another directory, or use dataset.cache=none"
+            f"cannot write {len(images)} decoded images to {file.parent} ({error.strerror or error}): "
+            f"{file_size_hint(error.errno) or room}, or use dataset.cache=none"
         ) from error
 
 

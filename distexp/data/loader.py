@@ -1,8 +1,10 @@
 """Loader of a rank: the micro-batches of each optimizer step, and stop requests."""
 
 import time
-from collections.abc import Callable, Iterator
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -10,12 +12,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from distexp.config.custom_code import check_returned
-from distexp.config.tasks import task_of
+from distexp.config import ConfigError
+from distexp.config.custom_code import check_returned, describe_type
+from distexp.config.tasks import DECODER_LABELS, task_of
 from distexp.data import base
-from distexp.data.base import COLLATE, IGNORE, Batch, Sample, Samples, TaskData
+from distexp.data.base import COLLATE, IGNORE, POSITIONS, Batch, Sample, Samples, TaskData
 from distexp.data.text import PackedSamples
 from distexp.distributed.process_group import sum_over_ranks
+from distexp.system.files import PACKAGE
 from distexp.system.torch_internals.collectives import DATA, annotate, annotate_items
 
 
@@ -76,6 +80,50 @@ class StopFlag:
             raise StopRequestedError
 
 
+@dataclass(frozen=True)
+class ExplainedCollate:
+    """Collate function that names the class of a data set with a wrong sample."""
+
+    collate: Callable[[Sequence[Sample]], Batch]
+    dataset: Samples
+
+    def __call__(self, samples: Sequence[Sample]) -> Batch:
+        """Collate samples. Raise ConfigError if a sample is not what a collate function of distexp needs."""
+        try:
+            return self.collate(samples)
+        except (TypeError, KeyError, AttributeError) as error:
+            # A custom collate function may need other samples.
+            *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+            is_ours = str(frame.f_globals.get("__name__")).startswith(f"{PACKAGE.name}.")
+            if is_ours and (wrong := _wrong_sample(self.dataset, samples, error)):
+                raise wrong from error
+            raise
+
+
+COLLATED = ("input_ids", "images", "labels", POSITIONS, DECODER_LABELS)
+"""What the collate functions of distexp read of a sample."""
+
+
+def _wrong_sample(dataset: Samples, samples: Sequence[Any], error: Exception) -> ConfigError | None:
+    """Return what is wrong with one of the samples of a data set, due to which they could not be read."""
+    wrong = next(filter(None, (_describe_wrong(sample, error) for sample in samples)), None)
+    if wrong is None:
+        return None
+    return ConfigError(
+        f"{type(dataset).__module__}.{type(dataset).__qualname__}.__getitem__ returned {wrong}: return a dict with a "
+        "tensor for each input of the model, such as input_ids or images, and a tensor labels"
+    )
+
+
+def _describe_wrong(sample: Any, error: Exception) -> str | None:
+    if not isinstance(sample, Mapping):
+        return describe_type(sample)
+    if isinstance(error, KeyError) and error.args and error.args[0] not in sample:
+        return f"a sample without {error.args[0]} (it has {', '.join(map(str, sample)) or 'nothing'})"
+    wrong = next((name for name in COLLATED if name in sample and not isinstance(sample[name], Tensor)), None)
+    return wrong and f"a sample with {wrong} as {describe_type(sample[wrong])}"
+
+
 class ShardedLoader:
     """Loader of optimizer steps for one rank, on its device; without ``num_workers`` it reads the samples itself."""
 
@@ -108,7 +156,7 @@ class ShardedLoader:
         self._loader = DataLoader(
             self._padded,
             batch_sampler=self.sampler,
-            collate_fn=data.collate,
+            collate_fn=ExplainedCollate(data.collate, samples),
             num_workers=num_workers,
             persistent_workers=num_workers > 0,
             pin_memory=device.type == "cuda",
@@ -284,6 +332,10 @@ class PaddedDataset(Dataset[Sample]):
             base.set_epoch(self.samples, epoch)
         if index < len(self.samples):
             return self.samples[index]
-        sample = dict(self.samples[index - len(self.samples)])
-        sample["labels"] = torch.full_like(sample["labels"], IGNORE)
-        return sample
+        sample = self.samples[index - len(self.samples)]
+        try:
+            return {**sample, "labels": torch.full_like(sample["labels"], IGNORE)}
+        except (TypeError, KeyError) as error:
+            if wrong := _wrong_sample(self.samples, [sample], error):
+                raise wrong from error
+            raise

@@ -19,16 +19,18 @@ from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any
 
+from distexp.exceptions import file_size_hint
 from distexp.resolve.resources import launcher_traits
 from distexp.runs.attempts import write_error_file
 from distexp.runs.record import RunSpec
 from distexp.runs.record_sections import RunError
 from distexp.runs.run_dir import AGENT_ERROR, OPERATORS, OPERATORS_LOG
+from distexp.runs.texts import is_full_disk
 from distexp.strategies.base import load_strategy
 from distexp.strategies.zero import ds_operators
 from distexp.strategies.zero.ds_operators import BATON
 from distexp.system.cgroups import Gpu, visible_gpus
-from distexp.system.files import PACKAGE, Entry, Tail, append_line, write_json
+from distexp.system.files import FULL, PACKAGE, REFUSALS, Entry, Tail, append_line, write_json
 from distexp.system.processes import end_tree, start_module
 
 
@@ -65,7 +67,9 @@ def lacks_operators(spec: RunSpec, run_dir: Path, node: int) -> bool:
 
             build_operators(missing, environment, OPERATORS_LOG.path(run_dir, node), report)
     except OperatorError as error:
-        write_error_file(AGENT_ERROR.path(run_dir, node), RunError("OperatorError", str(error), "compile"))
+        name = "DiskFull" if is_full_disk(error) else "OperatorError"
+        log = str(OPERATORS_LOG.path(run_dir, node).relative_to(run_dir))
+        write_error_file(AGENT_ERROR.path(run_dir, node), RunError(name, str(error), "compile", log=log))
         return True
     return False
 
@@ -117,6 +121,9 @@ STEP = re.compile(r"\[(?P<step>\d+)/(?P<steps>\d+)\] ")
 
 ERROR = re.compile(r"\b(fatal )?error:|^\w*Error\b|not found", re.IGNORECASE)
 """Line of the compiler or of Python that names an error."""
+
+MAX_REASON = 300
+"""Characters of a line of the compiler in a message."""
 
 BUILD_TIMEOUT_S = 25 * 60.0
 REPORT_EVERY_S = 5.0
@@ -173,7 +180,7 @@ class _Build:
             # The first line that names an error, else the last line.
             lines = [line.strip() for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
             error = next((line for line in lines if ERROR.search(line)), lines[-1] if lines else "no output")
-            raise self._failure(error[:300])
+            raise self._failure(error)
         if self.compiles:
             self.report({"compiled_s": round(self.elapsed_s)})
         elif self.waits:
@@ -204,13 +211,18 @@ class _Build:
             "strategy"
         )
         folder, named = extensions_dir(self.environment), re.search(r"\[Errno \d+\] .*: '([^']+)'", reason)
-        is_refused = any(
-            os.strerror(number) in reason for number in (errno.EROFS, errno.EACCES, errno.ENOSPC, errno.EDQUOT)
-        )
-        if is_refused or (named is not None and folder.is_relative_to(named[1])):
-            advice = f"Make room for {folder}, or set TORCH_EXTENSIONS_DIR to a folder that you can write"
+        number = next((number for number in (*REFUSALS, errno.EACCES) if os.strerror(number) in reason), None)
+        if number is not None:
+            reason = os.strerror(number)  # The name of a C++ function before it may be longer than a message.
+        if number in FULL:
+            room = f"Make room for {folder} and in {self.environment.get('TMPDIR', '/tmp')}"
+            elsewhere = f"{room}, or set {EXTENSIONS_DIR} to a folder on another disk"
+            limit = file_size_hint(number)
+            advice = f"{limit[0].upper()}{limit[1:]}" if limit else elsewhere
+        elif number is not None or (named is not None and folder.is_relative_to(named[1])):
+            advice = f"Make {folder} writable, or set {EXTENSIONS_DIR} to a folder that you can write"
         return OperatorError(
-            f"DeepSpeed's operators ({', '.join(self.names)}) could not be compiled: {reason}. {advice}"
+            f"DeepSpeed's operators ({', '.join(self.names)}) could not be compiled: {reason[:MAX_REASON]}. {advice}"
         )
 
 

@@ -1,9 +1,11 @@
 """Activation checkpointing and compilation of the blocks or the model, before distribution."""
 
+import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
+from pathlib import Path
 from types import MethodType
 from typing import Any
 
@@ -21,7 +23,8 @@ from distexp.config.tasks import task_of
 from distexp.exceptions import first_line
 from distexp.models.dropout import dropout_rates
 from distexp.models.objective import Entropy, entropy_of
-from distexp.runs.texts import out_of_memory_status
+from distexp.runs.texts import out_of_memory_status, refusal_number
+from distexp.system.cache_dir import VARIABLE, cache_dir, explain_refusal
 from distexp.system.torch_internals import compilation
 
 BACKEND = "inductor"
@@ -119,14 +122,27 @@ class CompilationError(ConfigError):
 
 @contextmanager
 def explained_compilation(scope: str) -> Iterator[None]:
-    """Raise CompilationError if torch cannot compile the code, but not if memory is full."""
+    """Raise CompilationError if torch cannot compile the code, but not if memory or a disk is full."""
     try:
         yield
     except compilation.compile_errors() as error:
         summary = first_line(error)
         if out_of_memory_status(type(error).__name__, str(error)) is not None:
             raise
+        if (number := refusal_number(error)) is not None:
+            if (refused := _explain_full_cache(error, number)) is None:
+                raise
+            raise refused from error
         raise CompilationError(scope, f"{type(error).__name__}: {summary.rstrip('.')}") from error
+
+
+def _explain_full_cache(error: Exception, number: int) -> ConfigError | None:
+    """Return the error of a folder of compiled code that refuses a file; None if another folder may be full."""
+    folder = Path(os.environ.get(compilation.CACHE_VARIABLE) or compilation.default_compile_cache())
+    inner = getattr(error, "inner_exception", None)
+    cause = inner if isinstance(inner, OSError) else OSError(number, os.strerror(number))
+    is_ours = folder.is_relative_to(cache_dir())
+    return explain_refusal(folder, cause, VARIABLE if is_ours else compilation.CACHE_VARIABLE)
 
 
 def _blocks_to_transform(model: nn.Module, config: Config) -> list[nn.Module]:

@@ -25,7 +25,9 @@ class RunError:
     phase: str | None = key(None, "Phase of the error: search, setup, warmup, train, profile, eval or save.")
     rank: int | None = key(None, "Rank of the worker that failed first.")
     errors: list[str] = key([], "All errors of an invalid run. `message` joins them.")
-    log: str | None = key(None, "Log of that worker, relative to the run directory. It has the traceback.")
+    log: str | None = key(
+        None, "Log of that worker, relative to the run directory. It has the traceback, or the output of the compiler."
+    )
     place: str | None = key(None, "Line of custom code that raised the error, for example `my_package/model.py:12`.")
     memory: dict[str, Any] | None = key(
         None,

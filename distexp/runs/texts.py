@@ -12,23 +12,15 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from distexp.exceptions import ConfigError, memory_limit_hint, text_of
+from distexp.exceptions import ConfigError, file_size_hint, memory_limit_hint, text_of
 from distexp.runs.record import RunRecord
 from distexp.runs.record_sections import RunError
 from distexp.runs.run_dir import CHECKPOINTS, DISK_RESERVE, directory_key
+from distexp.system.files import FULL, FULL_BYTES, REFUSALS, find_refusal, free_bytes, lacks_inodes
 from distexp.system.typed_values import number_of, texts_of
-
-FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-"""Numbers of the errors of a full disk, an exhausted quota, and a limit of the size of files."""
 
 NOT_WRITABLE = frozenset({errno.EROFS, errno.EACCES, errno.EPERM})
 """Numbers of the errors of a folder that the user must not write."""
-
-REFUSALS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
-"""Numbers of the errors with which a file system refuses to write during a run. Libraries may keep their texts only."""
-
-FULL_BYTES = 512 * 1024
-"""A disk with less free space is full. This is more than the reserve, which another rank may have deleted."""
 
 
 def is_full_disk(error: BaseException, *, by_number: bool = False) -> bool:
@@ -36,7 +28,7 @@ def is_full_disk(error: BaseException, *, by_number: bool = False) -> bool:
 
     ``by_number`` ignores texts without the number of a system error, which custom code may use for something else.
     """
-    return (_number_of(error) in REFUSALS) if by_number else _refusal(error) is not None
+    return (_number_of(error) in REFUSALS) if by_number else refusal_number(error) is not None
 
 
 def _number_of(error: BaseException) -> int | None:
@@ -47,7 +39,7 @@ def _number_of(error: BaseException) -> int | None:
     return error.errno if error.errno is not None or not numbers else int(numbers[-1])
 
 
-def _refusal(error: BaseException) -> int | None:
+def refusal_number(error: BaseException) -> int | None:
     """Return the number of the system error with which a file system refused to write; None for another error."""
     number = _number_of(error)
     if number is not None:
@@ -63,8 +55,6 @@ def _refusal(error: BaseException) -> int | None:
 LOST_WRITE = re.compile(r"iostream error|PytorchStreamWriter failed|unexpected pos ")
 """Errors of torch that could not write a file. They have neither the number of the system's error nor the file."""
 
-PROBE_BYTES = 1 << 20
-
 
 def explain_lost_write(error: BaseException, run_dir: Path) -> BaseException:
     """Return why torch could not write a file of a checkpoint; another error as it is.
@@ -74,33 +64,10 @@ def explain_lost_write(error: BaseException, run_dir: Path) -> BaseException:
     if not LOST_WRITE.search(text_of(error)) or type(error) is not RuntimeError or is_full_disk(error):
         return error
     folder = next((run_dir / CHECKPOINTS).glob(".step-*.tmp"), run_dir)
-    probe = folder / f".probe-{os.getpid()}"
-    try:
-        with probe.open("wb") as file:
-            file.write(bytes(PROBE_BYTES))
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError as refusal:
-        return OSError(refusal.errno, refusal.strerror, str(probe))
-    finally:
-        with suppress(OSError):
-            probe.unlink(missing_ok=True)
+    if refusal := find_refusal(folder):
+        return refusal
     reason = f"torch could not write a file in {folder}: check the quota of its disk, and how much is free"
     return RuntimeError(f"{reason} ({text_of(error)})")
-
-
-def free_bytes(folder: Path) -> int:
-    """Return the free space of the disk of a folder."""
-    return shutil.disk_usage(folder).free
-
-
-def lacks_inodes(folder: Path) -> bool:
-    """Return whether a disk has (almost) no room for new files, but free space. Some file systems count no inodes."""
-    with suppress(OSError):
-        found = os.statvfs(next(path for path in (folder, *folder.parents) if path.exists()))
-        # 32 inodes are more than the reserve, which may have been deleted.
-        return found.f_files > 0 and found.f_favail < 32 and found.f_bavail * found.f_frsize >= FULL_BYTES
-    return False
 
 
 def full_disk_error(
@@ -120,9 +87,11 @@ def _full_disk_message(error: BaseException, run_dir: Path, phase: str, place: s
     folder = run_dir if named is None else Path(os.fsdecode(named)).parent
     written = f"the folder that {place} writes to" if place and named is None else folder
     elsewhere = f"start again on another disk with {directory_key(run_dir)}"
-    number = _refusal(error) or errno.ENOSPC
+    number = refusal_number(error) or errno.ENOSPC
     if number == errno.EFBIG:
-        return f"a file in {written} would exceed the largest size of a file (see ulimit -f): raise it, or {elsewhere}"
+        largest = f"a file in {written} would exceed the largest size of a file"
+        limit = file_size_hint()
+        return f"{largest}: {limit}" if limit else f"{largest} on its disk: {elsewhere}"
     if number == errno.EROFS:
         return f"the disk of {written} can no longer be written (read-only file system): {elsewhere}"
     if number == errno.ENOSPC and lacks_inodes(folder):
@@ -150,6 +119,8 @@ def describe_disk_error(error: OSError) -> str:
     reason = error.strerror or str(error)
     if error.errno in NOT_WRITABLE:
         return f"{reason}. Copy the folder to a place that you can write, and give that folder"
+    if limit := file_size_hint(error.errno):
+        return f"{reason}: {limit}"
     if is_full_disk(error):
         return f"{os.strerror(error.errno or errno.ENOSPC)}. Free space and repeat the command"
     return reason

@@ -1,5 +1,6 @@
 """Cache of generated samples, trained tokenizers and tokenized texts."""
 
+import errno
 import fcntl
 import json
 import os
@@ -11,8 +12,20 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
-from distexp.exceptions import ConfigError
-from distexp.system.files import read_or_none, remove
+from distexp.exceptions import ConfigError, file_size_hint
+from distexp.system.files import (
+    FULL,
+    FULL_BYTES,
+    REFUSALS,
+    find_refusal,
+    free_bytes,
+    lacks_inodes,
+    read_or_none,
+    remove,
+)
+
+VARIABLE = "DISTEXP_CACHE"
+"""Environment variable with the cache directory."""
 
 
 def cache_dir() -> Path:
@@ -21,7 +34,7 @@ def cache_dir() -> Path:
     ``$DISTEXP_CACHE``, or ``$XDG_CACHE_HOME/distexp``, or ``~/.cache/distexp``. Raise ConfigError if the user has no
     home directory, as in some containers.
     """
-    configured = os.environ.get("DISTEXP_CACHE")
+    configured = os.environ.get(VARIABLE)
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     try:
         return Path(configured).expanduser().absolute() if configured else Path(base, "distexp").expanduser().absolute()
@@ -34,18 +47,54 @@ def cache_dir() -> Path:
 
 def check_configured_cache() -> None:
     """Raise ConfigError if ``$DISTEXP_CACHE`` is no folder and cannot become one. Each run would fail otherwise."""
-    if os.environ.get("DISTEXP_CACHE"):
+    if os.environ.get(VARIABLE):
         try:
             cache_dir().mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise _unusable(cache_dir(), error) from error
 
 
-def _unusable(folder: Path, error: OSError) -> ConfigError:
-    return ConfigError(
-        f"cannot write to the cache directory {folder} ({error.strerror}): "
-        "set the environment variable DISTEXP_CACHE to a writable directory"
-    )
+def _unusable(folder: Path, error: OSError, variable: str = VARIABLE) -> ConfigError:
+    reason, change = error.strerror, f"set the environment variable {variable} to a"
+    hint = f"{change} writable directory"
+    if error.errno in FULL:
+        hint = f"make room, or {change} folder on another disk"
+    if limit := file_size_hint(error.errno):
+        hint = limit
+    elif error.errno == errno.ENOSPC and lacks_inodes(folder):
+        reason, hint = f"{reason}: no inodes are left", hint.replace("make room", "delete files")
+    return ConfigError(f"cannot write to the cache directory {folder} ({reason}): {hint}")
+
+
+RUST_NUMBER = re.compile(r"\(os error (\d+)\)")
+"""Number of the system's error in an error of the library tokenizers."""
+
+NUMPY_CUT = re.compile(r"\d+ requested and \d+ written")
+"""Error of NumPy about an array that it could not write. It has no number of the system."""
+
+
+def explain_refusal(folder: Path, error: Exception, variable: str = VARIABLE) -> ConfigError | None:
+    """Return the error of a cache that refuses a file, with the variable that moves it; None for another error."""
+    refusal = _find_refusal(folder, error)
+    return None if refusal is None else _unusable(folder, refusal, variable)
+
+
+def _find_refusal(folder: Path, error: Exception) -> OSError | None:
+    """Return the error with which the disk of the cache refused a file; None if the error is another one.
+
+    A build also reads files and runs other code, which may write to another disk.
+    """
+    if type(error) is Exception and (found := RUST_NUMBER.search(str(error))):
+        error = OSError(int(found[1]), os.strerror(int(found[1])))
+    if not isinstance(error, OSError):
+        return None
+    if error.errno is None and NUMPY_CUT.search(str(error)):
+        return OSError(errno.EFBIG, os.strerror(errno.EFBIG)) if file_size_hint() else find_refusal(folder)
+    if error.filename is not None:
+        is_elsewhere = not Path(os.fsdecode(error.filename)).is_relative_to(folder)
+    else:
+        is_elsewhere = error.errno == errno.ENOSPC and folder.exists() and free_bytes(folder) >= FULL_BYTES
+    return error if error.errno in REFUSALS and not is_elsewhere else None
 
 
 def file_name(text: str) -> str:
@@ -102,6 +151,10 @@ def _build_and_rename(path: Path, build: Callable[[Path], None], lock: int, *, l
             # Without a common lock, another process may have finished first. Its result is the same.
             if not path.exists():
                 raise
+    except Exception as error:
+        if (refused := explain_refusal(path.parent, error)) is None:
+            raise
+        raise refused from error
     finally:
         remove(partial)
 

@@ -69,6 +69,49 @@ def remove(path: Path, *, ignore_errors: bool = True) -> None:
         path.unlink(missing_ok=True)
 
 
+FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+"""Numbers of the errors of a full disk, an exhausted quota, and a limit of the size of files."""
+
+REFUSALS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
+"""Numbers of the errors with which a file system refuses to write during a run. Libraries may keep their texts only."""
+
+FULL_BYTES = 512 * 1024
+"""A disk with less free space is full. This is more than the reserve, which another rank may have deleted."""
+
+
+def free_bytes(folder: Path) -> int:
+    """Return the free space of the disk of a folder."""
+    return shutil.disk_usage(folder).free
+
+
+def lacks_inodes(folder: Path) -> bool:
+    """Return whether a disk has (almost) no room for new files, but free space. Some file systems count no inodes."""
+    with suppress(OSError):
+        found = os.statvfs(next(path for path in (folder, *folder.parents) if path.exists()))
+        # 32 inodes are more than the reserve, which may have been deleted.
+        return found.f_files > 0 and found.f_favail < 32 and found.f_bavail * found.f_frsize >= FULL_BYTES
+    return False
+
+
+PROBE_BYTES = 1 << 20
+
+
+def find_refusal(folder: Path) -> OSError | None:
+    """Write a file to a folder and delete it. Return why the system refuses it, or None if it does not."""
+    probe = folder / f".probe-{os.getpid()}"
+    try:
+        with probe.open("wb") as file:
+            file.write(bytes(PROBE_BYTES))
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as refusal:
+        return OSError(refusal.errno, refusal.strerror, str(probe))
+    finally:
+        with suppress(OSError):
+            probe.unlink(missing_ok=True)
+    return None
+
+
 def flush_names(folder: Path) -> None:
     """Wait until the names in a folder are on disk."""
     descriptor = os.open(folder, os.O_RDONLY)

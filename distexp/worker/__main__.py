@@ -22,7 +22,7 @@ from distexp.runs import attempts, texts
 from distexp.runs.events import Events, ProgressWriter
 from distexp.runs.record import RunSpec
 from distexp.runs.record_sections import RunError
-from distexp.runs.run_dir import ALLOCATOR, RANK_ERROR, RANK_LOG
+from distexp.runs.run_dir import ALLOCATOR, RANK_ERROR, RANK_LOG, SPEC
 from distexp.system import environment_variables, files, processes
 from distexp.worker.preload import check_torch
 
@@ -140,13 +140,18 @@ def describe_error(error: BaseException, run_dir: Path, phase: str, rank: int) -
     """Return the error of a rank for its record."""
     if type(error).__name__ == "CheckpointException" and (failures := getattr(error, "failures", None)):
         rank, (error, _) = min(failures.items(), key=lambda failure: failure[0])  # Torch raises it on all ranks.
+    missing = error.filename if isinstance(error, FileNotFoundError) else None
+    is_ours = isinstance(missing, str) and Path(missing).is_relative_to(run_dir)
+    if is_ours and not (run_dir / SPEC).exists():
+        deleted = f"the folder {run_dir} was deleted during the run: type the command of the run again"
+        return RunError(type(error).__name__, deleted, phase, rank)
     place, is_custom = None, False
     with suppress(Exception):  # The error must be written even if its place in custom code cannot be determined.
         trusted = RunSpec.read(run_dir).config.trusted_packages
         is_custom = custom_code.is_raised_by_custom_code(error, trusted)
         place = custom_code.custom_code_place(error, trusted) or None
     # Libraries do not always name a full disk, so the free space is checked after a failed save.
-    is_lost_save = phase == "save" and not is_custom and texts.free_bytes(run_dir) < texts.FULL_BYTES
+    is_lost_save = phase == "save" and not is_custom and files.free_bytes(run_dir) < files.FULL_BYTES
     if phase == "save" and not is_custom and not is_lost_save:
         error = texts.explain_lost_write(error, run_dir)
     if texts.is_full_disk(error, by_number=is_custom) or is_lost_save:

@@ -9,9 +9,7 @@ import torch
 
 from distexp.config import ConfigError
 from distexp.system.cache_dir import cache_dir
-from distexp.system.torch_internals.compilation import cache_autograd_functions, default_compile_cache
-
-VARIABLE = "TORCHINDUCTOR_CACHE_DIR"  # variable of torch; a folder that the user chose is left as it is
+from distexp.system.torch_internals.compilation import CACHE_VARIABLE, cache_autograd_functions, default_compile_cache
 
 
 def use_compile_cache() -> Path:
@@ -22,8 +20,9 @@ def use_compile_cache() -> Path:
     ``/tmp`` with a name that others can guess. Raises ConfigError if the folder cannot be created or is not private.
     """
     cache_autograd_functions()
-    chosen = os.environ.get(VARIABLE)
-    if chosen and chosen != default_compile_cache():  # torch sets the variable to its default when it is imported
+    chosen = os.environ.get(CACHE_VARIABLE)
+    # A folder that the user chose is left as it is. Torch sets the variable to its default when it is imported.
+    if chosen and chosen != default_compile_cache():
         return Path(chosen)
     python = ".".join(platform.python_version_tuple()[:2])
     user = cache_dir() / f"compile-{os.getuid()}"
@@ -38,7 +37,7 @@ def use_compile_cache() -> Path:
         ) from error
     for path in (user, folder):
         _check_private(path)
-    os.environ[VARIABLE] = str(folder)
+    os.environ[CACHE_VARIABLE] = str(folder)
     return folder
 
 
@@ -53,5 +52,5 @@ def _check_private(folder: Path) -> None:
     if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise ConfigError(
             f"other users can write to {folder}, and compiled code is executed: type chmod go-w {folder}, or set the "
-            f"environment variable {VARIABLE} to a private folder"
+            f"environment variable {CACHE_VARIABLE} to a private folder"
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import signal
@@ -13,6 +14,7 @@ import pytest
 
 from distexp.config import ConfigError
 from distexp.system.cache_dir import build_once, cache_dir
+from tests.helpers.small_disk import small_disk
 
 BUILDER = """
 import sys, time
@@ -153,3 +155,72 @@ def test_without_locks_the_first_result_is_kept(tmp_path: Path, monkeypatch: pyt
     build_once(target, build_after_another_process)
     assert (target / "text").read_text() == "theirs"
     assert not list(tmp_path.glob("*.partial"))
+
+
+LIMITED = """
+import resource, sys
+from pathlib import Path
+import numpy as np, tokenizers
+from distexp.system.cache_dir import build_once
+
+def write_text(file):
+    file.write_text("x" * 100_000)
+
+def write_array(file):
+    with file.open("wb") as opened:
+        np.save(opened, np.zeros(100_000))
+
+def write_tokenizer(file):
+    vocabulary = {str(number): number for number in range(10_000)}
+    tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="0")).save(str(file))
+
+if sys.argv[2] == "limit":
+    import signal
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, resource.RLIM_INFINITY))
+for write in (write_text, write_array, write_tokenizer):
+    try:
+        build_once(Path(sys.argv[1], "result"), write)
+    except Exception as error:
+        print(type(error).__name__, error)
+"""
+
+
+def errors_of_builders(folder: Path, *arguments: str) -> list[str]:
+    """Return the errors of a text, an array and a tokenizer that do not fit."""
+    done = subprocess.run(
+        [sys.executable, "-c", LIMITED, str(folder), *arguments], capture_output=True, text=True, check=True
+    )
+    return done.stdout.splitlines()
+
+
+def test_a_cache_without_room_is_named_with_what_to_set(tmp_path: Path) -> None:
+    """The errors of Python, NumPy and tokenizers name no file, and only that of Python has a number."""
+    text = f"ConfigError cannot write to the cache directory {tmp_path / 'cache'} "
+    limit = "(File too large): raise the limit with ulimit -f unlimited"
+    assert errors_of_builders(tmp_path / "cache", "limit") == [f"{text}{limit}"] * 3
+    with small_disk(tmp_path / "disk", "60k") as disk:
+        text, variable = f"ConfigError cannot write to the cache directory {disk} ", "the environment variable"
+        full = f"(No space left on device): make room, or set {variable} DISTEXP_CACHE to a folder on another disk"
+        assert errors_of_builders(disk, "disk") == [f"{text}{full}"] * 3
+
+
+def test_a_cache_without_inodes_is_named(tmp_path: Path) -> None:
+    def write(folder: Path) -> None:
+        folder.mkdir()
+        for number in range(9):
+            (folder / str(number)).touch()
+
+    reason = "No space left on device: no inodes are left.: delete files, or set .* DISTEXP_CACHE to a folder on"
+    with small_disk(tmp_path / "disk", "2m", 8) as disk, pytest.raises(ConfigError, match=reason):
+        build_once(disk / "result", write)
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "full"), OSError(errno.EDQUOT, "quota", "/data/rows")])
+def test_a_full_disk_that_is_not_that_of_the_cache_is_kept(error: OSError, tmp_path: Path) -> None:
+    def write(folder: Path) -> None:
+        raise error
+
+    with pytest.raises(OSError, match=error.strerror) as caught:
+        build_once(tmp_path / "result", write)
+    assert caught.value is error

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from distexp.config import TrainConfig
+from distexp.config import ConfigError, TrainConfig
 from distexp.data import loader
 from distexp.data.base import IGNORE, Batch, Sample, TaskData
 from distexp.data.images import collate_images
@@ -121,6 +121,34 @@ class EndingSamples(CountingSamples):
 def test_data_that_end_too_early_are_an_error(num_workers: int) -> None:
     with pytest.raises(RuntimeError, match="steps too early: its __getitem__ or its collate function"):
         read_labels(make_loader(EndingSamples(), num_workers), 0)
+
+
+TOKENS = torch.arange(3)
+NEEDED = "return a dict with a tensor for each input of the model, such as input_ids or images, and a tensor labels"
+
+
+@pytest.mark.parametrize(
+    ("collate", "sample", "returned"),
+    [
+        (TextCollate(0, length=None), None, "None"),
+        (TextCollate(0, length=None), (TOKENS, TOKENS), "a tuple"),
+        (TextCollate(0, length=None), {"input_ids": TOKENS}, "a sample without labels (it has input_ids)"),
+        (TextCollate(0, length=None), {"input_ids": TOKENS, "labels": [1, 2, 3]}, "a sample with labels as a list"),
+        (collate_images, None, "None"),
+        (collate_images, {"labels": TOKENS[0]}, "a sample without images (it has labels)"),
+        (lambda samples: samples[0]["row"], {"labels": TOKENS}, None),
+    ],
+)
+def test_the_class_of_a_data_set_with_a_wrong_sample_is_named(collate: Any, sample: Any, returned: str | None) -> None:
+    data = TaskData("causal_lm", [sample], [sample], collate, num_classes=1)
+    kwargs: dict[str, Any] = {"seed": 0, "shuffle": False, "num_workers": 0}
+    loader = ShardedLoader(data.train, data, BatchSharding(0, 1, 2), torch.device("cpu"), **kwargs)
+    with pytest.raises((ConfigError, KeyError)) as caught:  # The second sample of the batch is a padding copy.
+        list(loader.iter_steps(0))
+    if returned is None:
+        assert isinstance(caught.value, KeyError), "the collate function of the user may need other samples"
+    else:
+        assert str(caught.value) == f"builtins.list.__getitem__ returned {returned}: {NEEDED}"
 
 
 def test_the_next_epoch_is_prefetched_during_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,14 +48,27 @@ class Broken(Operator):
         raise RuntimeError("Error building extension")
 
 
-ALL_OPS = {"adam": Operator("adam"), "gpu": Unsupported("gpu"), "broken": Broken("broken")}
+class Unwritten(Operator):
+    def is_compatible(self):
+        symbol = "x" * 400
+        print("a.s: Fatal error: can't write to section " + symbol + " of a.o: 'No space left on device'")
+        raise RuntimeError("Error building extension")
+
+
+ALL_OPS = {
+    "adam": Operator("adam"),
+    "gpu": Unsupported("gpu"),
+    "broken": Broken("broken"),
+    "unwritten": Unwritten("unwritten"),
+}
 """
 
 
 def fake_deepspeed(folder: Path) -> dict[str, str]:
     """Write a fake DeepSpeed; return an environment with it, and with an empty cache of extensions.
 
-    Its operators: ``adam`` can be built, ``gpu`` is not supported here, and ``broken`` does not compile.
+    Its operators: ``adam`` can be built, ``gpu`` is not supported here, ``broken`` does not compile, and
+    ``unwritten`` has a full disk.
     """
     package = folder / "fake/deepspeed/ops/op_builder"
     package.mkdir(parents=True)

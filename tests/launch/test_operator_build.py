@@ -152,6 +152,16 @@ def test_a_folder_of_operators_that_cannot_be_created_is_named(tmp_path: Path, e
         build_operators(["adam"], missing, tmp_path / "log", lambda _: None)
 
 
+def test_a_full_disk_is_named_before_the_symbols_of_the_compiler(tmp_path: Path, environment: dict[str, str]) -> None:
+    with pytest.raises(OperatorError) as caught:
+        build_operators(["unwritten"], environment, tmp_path / "log", lambda _: None)
+    room = f"Make room for {extensions_dir(environment)} and in {environment.get('TMPDIR', '/tmp')}"
+    assert str(caught.value) == (
+        "DeepSpeed's operators (unwritten) could not be compiled: No space left on device. "
+        f"{room}, or set TORCH_EXTENSIONS_DIR to a folder on another disk"
+    )
+
+
 @pytest.mark.parametrize(
     ("overrides", "needed"),
     [
@@ -166,11 +176,17 @@ def test_only_the_operators_that_a_run_needs_are_built(overrides: tuple[str, ...
     assert load_strategy(config).operators(config) == needed
 
 
-def test_a_run_without_its_operators_fails_with_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("reason", "name"),
+    [("could not be compiled", "OperatorError"), ("could not be compiled: No space left on device", "DiskFull")],
+)
+def test_a_run_without_its_operators_fails_with_the_reason(
+    reason: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(names: list[str], environment: dict[str, str], log: Path, report: Any) -> None:
         report({"compiling": names[0]})
         assert read_progress(tmp_path).phase == "compile"
-        raise OperatorError(f"{names[0]} could not be compiled")
+        raise OperatorError(f"{names[0]} {reason}")
 
     spec = make_spec("zero_stage='1'", "cluster.device=cpu", "cluster.workers_per_node=2")
     log_dir(tmp_path, 0).mkdir(parents=True)
@@ -179,8 +195,8 @@ def test_a_run_without_its_operators_fails_with_the_reason(tmp_path: Path, monke
     assert node_setup.lacks_operators(spec, tmp_path, 0)
     assert [entry.get("compiling") for entry in read_entries(tmp_path / OPERATORS)] == ["deepspeed_shm_comm"]
     status, error = classify_failure(tmp_path, {0: 1}, spec)
-    assert (status, error.type, error.phase) == ("failed", "OperatorError", "compile")
-    assert error.message == "deepspeed_shm_comm could not be compiled"
+    assert (status, error.type, error.phase) == ("failed", name, "compile")
+    assert (error.message, error.log) == (f"deepspeed_shm_comm {reason}", "logs/node0/operators.log")
 
 
 @pytest.mark.parametrize("ended", ["compiled_s", "waited_s"])

@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 from pathlib import Path
 
 import pytest
 
+from distexp.cli.errors import explain_os_error
 from distexp.exceptions import ConfigError
 from distexp.runs.record_sections import RunError
-from distexp.runs.texts import MAX_MESSAGE, failure_text, full_disk_error, is_full_disk, shorten_message
+from distexp.runs.texts import (
+    MAX_MESSAGE,
+    describe_disk_error,
+    failure_text,
+    full_disk_error,
+    is_full_disk,
+    shorten_message,
+)
 from tests.helpers.records import record
 
 
@@ -90,3 +99,24 @@ def test_a_cache_that_cannot_be_written_keeps_its_folder_and_its_hint(number: in
     assert is_full_disk(error)
     found = full_disk_error(error, tmp_path, "setup", 1)
     assert (found.type, found.message) == ("DiskFull", message)
+
+
+@pytest.mark.parametrize(
+    ("hard", "hint"),
+    [
+        (resource.RLIM_INFINITY, "raise the limit with ulimit -f unlimited"),
+        (400, "use a shell without the limit (ulimit -f)"),
+    ],
+)
+def test_a_limit_of_the_size_of_files_holds_on_every_disk(
+    hard: int, hint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    error = OSError(errno.EFBIG, os.strerror(errno.EFBIG))
+    largest = f"a file in {tmp_path} would exceed the largest size of a file"
+    on_disk = f"{largest} on its disk: start again on another disk with hydra.sweep.dir"
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY, hard))
+    assert full_disk_error(error, tmp_path, "save").message == on_disk
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (400, hard))
+    assert full_disk_error(error, tmp_path, "save").message == f"{largest}: {hint}"
+    assert describe_disk_error(error) == f"File too large: {hint}"
+    assert explain_os_error(error, resumes=False, key="hydra.sweep.dir") == f"File too large: {hint}"

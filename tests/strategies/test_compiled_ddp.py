@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch._inductor.exc import InductorError
 from torch.nn.parallel import DistributedDataParallel
 
 from distexp.config import ConfigError
@@ -75,6 +78,26 @@ def test_a_model_that_is_no_graph_is_refused_with_a_hint(graphs: list[Any]) -> N
     with pytest.raises(ConfigError, match=message), transforms.explained_compilation("model"):
         model(torch.ones(3))
     assert graphs == []
+
+
+@pytest.mark.parametrize("chosen", [None, "/chosen/folder"])
+def test_a_folder_of_compiled_code_without_room_is_named(
+    chosen: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The blocks do compile, so train.compile=false is no advice."""
+    monkeypatch.setenv("DISTEXP_CACHE", str(tmp_path))
+    folder = chosen or f"{tmp_path}/compile-0"
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", folder)
+    variable = "TORCHINDUCTOR_CACHE_DIR" if chosen else "DISTEXP_CACHE"
+    no_room = f"make room, or set the environment variable {variable} to a folder on another disk"
+    quota = f"cannot write to the cache directory {folder} (Disk quota exceeded): {no_room}"
+    with pytest.raises(ConfigError) as caught, transforms.explained_compilation("blocks"):
+        raise InductorError(OSError(errno.EDQUOT, "Disk quota exceeded"), None)
+    assert str(caught.value) == quota
+    assert not isinstance(caught.value, transforms.CompilationError), "kernels=fast would store that nothing compiles"
+    elsewhere = InductorError(OSError(errno.ENOSPC, "No space left on device", "/dev/shm/x"), None)
+    with pytest.raises(InductorError), transforms.explained_compilation("blocks"):
+        raise elsewhere
 
 
 def test_a_compiled_block_is_found_inside_of_a_checkpoint(graphs: list[Any]) -> None:

@@ -13,19 +13,20 @@ import torch
 from torch._inductor.runtime import cache_dir_utils
 
 from distexp.config import ConfigError
-from distexp.worker.compile_cache import VARIABLE, use_compile_cache
+from distexp.system.torch_internals.compilation import CACHE_VARIABLE
+from distexp.worker.compile_cache import use_compile_cache
 
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("DISTEXP_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setenv(VARIABLE, "")  # so that monkeypatch restores it
+    monkeypatch.setenv(CACHE_VARIABLE, "")  # so that monkeypatch restores it
     return tmp_path / "cache"
 
 
 def test_the_folder_is_private_and_named_after_the_versions(cache: Path) -> None:
     folder = use_compile_cache()
-    assert os.environ[VARIABLE] == str(folder)
+    assert os.environ[CACHE_VARIABLE] == str(folder)
     assert folder.parent == cache / f"compile-{os.getuid()}"
     assert torch.__version__ in folder.name
     assert folder.stat().st_mode & 0o077 == folder.parent.stat().st_mode & 0o077 == 0
@@ -34,20 +35,20 @@ def test_the_folder_is_private_and_named_after_the_versions(cache: Path) -> None
 def test_the_folder_is_used_again() -> None:
     first = use_compile_cache()
     (first / "compiled").touch()
-    os.environ[VARIABLE] = ""
+    os.environ[CACHE_VARIABLE] = ""
     assert (use_compile_cache() / "compiled").exists()
 
 
 def test_the_folder_of_the_user_is_left_as_it_is(cache: Path, tmp_path: Path) -> None:
-    os.environ[VARIABLE] = str(tmp_path / "own")
+    os.environ[CACHE_VARIABLE] = str(tmp_path / "own")
     assert use_compile_cache() == tmp_path / "own"
     assert not cache.exists()
 
 
 def test_the_default_of_torch_is_no_choice_of_the_user(cache: Path) -> None:
     """Some imports set the variable, so it may be set before a worker asks."""
-    os.environ.pop(VARIABLE)
-    assert cache_dir_utils.cache_dir() == os.environ[VARIABLE], "torch no longer sets it"
+    os.environ.pop(CACHE_VARIABLE)
+    assert cache_dir_utils.cache_dir() == os.environ[CACHE_VARIABLE], "torch no longer sets it"
     assert use_compile_cache().parent.parent == cache
     assert Path(cache_dir_utils.cache_dir()).is_relative_to(cache)
 
@@ -66,7 +67,7 @@ print(compile_counters())
 @pytest.mark.slow
 def test_a_second_process_compiles_nothing() -> None:
     """Inductor runs a C++ compiler, which takes long on a CPU."""
-    os.environ.pop(VARIABLE)
+    os.environ.pop(CACHE_VARIABLE)
     runs = [subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True) for _ in "12"]
     first, second = (ast.literal_eval(run.stdout.splitlines()[-1]) for run in runs)
     assert (first["cache_hits"], first["cache_misses"]) == (0, 1)
@@ -97,7 +98,7 @@ print(dict(counters["aot_autograd"]))
 @pytest.mark.slow
 def test_a_second_process_does_not_trace_the_gradients_of_the_loss_again() -> None:
     """Chunks of another size are other code, so they are not in the cache."""
-    os.environ.pop(VARIABLE)
+    os.environ.pop(CACHE_VARIABLE)
     runs = [
         subprocess.run([sys.executable, "-c", LOSS, chunk], capture_output=True, text=True, check=True)
         for chunk in ("8", "8", "3")
@@ -108,7 +109,7 @@ def test_a_second_process_does_not_trace_the_gradients_of_the_loss_again() -> No
 
 def test_a_folder_that_others_can_write_to_is_refused() -> None:
     use_compile_cache().parent.chmod(0o777)
-    os.environ[VARIABLE] = ""
+    os.environ[CACHE_VARIABLE] = ""
     with pytest.raises(ConfigError, match=r"other users can write to .*compile-\d+, .*chmod go-w"):
         use_compile_cache()
 

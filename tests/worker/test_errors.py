@@ -81,6 +81,16 @@ def test_another_error_is_kept(
     assert (found.type, found.message) == ("RuntimeError", str(error))
 
 
+def test_a_folder_that_was_deleted_during_the_run_is_named(spec_dir: Path) -> None:
+    error = FileNotFoundError(errno.ENOENT, "No such file or directory", f"{spec_dir}/metrics.jsonl")
+    assert describe_error(error, spec_dir, "save", rank=0).message == str(error), "the folder exists"
+    shutil.rmtree(spec_dir)
+    found = describe_error(error, spec_dir, "save", rank=0)
+    assert found.message == f"the folder {spec_dir} was deleted during the run: type the command of the run again"
+    other = FileNotFoundError(errno.ENOENT, "No such file or directory", "/data/rows")
+    assert describe_error(other, spec_dir, "train", rank=0).message == str(other)
+
+
 def test_the_rank_that_could_not_save_is_named_by_all_ranks(tmp_path: Path) -> None:
     error = CheckpointException("save", {1: (OSError(errno.EMFILE, "Too many open files"), StackSummary())})
     found = describe_error(error, tmp_path, "save", rank=0)

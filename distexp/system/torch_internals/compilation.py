@@ -124,6 +124,10 @@ def import_compiler() -> None:
             triton_key()
 
 
+CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
+"""Variable of torch with the folder of compiled code."""
+
+
 def default_compile_cache() -> str:
     """Return the folder in which inductor keeps compiled code by default. Inductor writes it to the environment."""
     module = private_module("torch._inductor.runtime.cache_dir_utils", "default_cache_dir")
