@@ -48,6 +48,9 @@ AFTER_PADDING = {
 }
 """Types of models whose positions are counted from the row after that of the padding."""
 
+AFTER_NEXT = {"prophetnet", "xlm-prophetnet"}
+"""Types whose last position is that of a token after the sequence, and which count as those above."""
+
 
 def choose_length(config: Config) -> None:
     """Set the length of own texts, if it is open."""
@@ -64,8 +67,10 @@ def _positions(model: ModelConfig) -> int | None:
     places = (found, found.get(TEXT))
     sizes = [place.get(key) for place in places if isinstance(place, Mapping) for key in POSITIONS]
     size = next((size for size in sizes if type(size) is int and size > 1), None)
-    padding = found.get("pad_token_id", 1) if found.get(MODEL_TYPE) in AFTER_PADDING else None
-    return max(size - padding - 1, 1) if size and type(padding) is int else size
+    kind, padding = found.get(MODEL_TYPE), found.get("pad_token_id", 1)
+    if kind not in AFTER_PADDING | AFTER_NEXT or size is None or type(padding) is not int:
+        return size
+    return max(size - padding - 1 - (kind in AFTER_NEXT), 1)
 
 
 def without_hydra(composed: DictConfig) -> DictConfig:

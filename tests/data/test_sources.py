@@ -717,6 +717,7 @@ def test_the_length_of_texts_is_that_of_a_model_folder(files: Path, tmp_path: Pa
         ({"model_type": "opt", "max_position_embeddings": 4096}, 512),
         (roberta, 65),
         ({**roberta, "pad_token_id": 2}, 64),
+        ({**roberta, "model_type": "prophetnet", "pad_token_id": 2}, 63),
         ({"model_type": "mpt", "max_seq_len": 64}, 64),
     ):
         (tmp_path / "config.json").write_text(json.dumps(architecture))
