@@ -70,7 +70,12 @@ class Outcome:
         if self.result is None:
             return ""
         if self.winner is None and self.rejected:
-            return f"no winner: the losses of the {len(self.rejected)} best configurations differ from the reference"
+            best, _ = self.rejected[0]
+            assert best.config is not None
+            verify = texts.command_line(self.settings, best).replace("distexp", "distexp verify", 1)
+            hint = f". A batch norm amplifies rounding; to compare the gradients: {verify}"
+            text = f"no winner: the losses of the {len(self.rejected)} best configurations differ from the reference"
+            return f"{text}{hint if best.config.model.traits.is_image else ''}"
         return self.result.statement or self.result.stopped
 
     @property

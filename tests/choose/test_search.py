@@ -146,6 +146,10 @@ def test_there_is_no_winner_if_all_losses_differ(tmp_path: Path, capsys: pytest.
         run_search(tmp_path, FakeLauncher(loss=loss), *FEW)
     assert "no winner: the losses of the 3 best configurations differ from the reference" in capsys.readouterr().out
     assert document(tmp_path)["winner"] is None
+    images = ("model=resnet_tiny", "dataset=tinyimagenet_sample", "train.micro_batch_size=4")
+    with pytest.raises(SweepFailedError):
+        run_search(tmp_path / "images", FakeLauncher(loss=loss), *FEW, *images)
+    assert "A batch norm amplifies rounding; to compare the gradients: distexp verify " in capsys.readouterr().out
 
 
 @pytest.mark.slow
