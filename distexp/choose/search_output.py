@@ -73,7 +73,7 @@ class Outcome:
             best, _ = self.rejected[0]
             assert best.config is not None
             verify = texts.command_line(self.settings, best).replace("distexp", "distexp verify", 1)
-            hint = f". A batch norm amplifies rounding; to compare the gradients: {verify}"
+            hint = f". A batch norm may amplify rounding. To compare the gradients: {verify}"
             text = f"no winner: the losses of the {len(self.rejected)} best configurations differ from the reference"
             return f"{text}{hint if best.config.model.traits.is_image else ''}"
         return self.result.statement or self.result.stopped

@@ -108,7 +108,9 @@ def _silent_cause(directory: Path, reason: str, phase: str | None, rank: int | N
     last = printed[-1] if printed and not printed[-1].startswith(attempts.FORKED) else ""
     if last:
         reason = f"{reason.removesuffix('.')}. The parent process of the workers printed last: {name_limit(last)}"
-    hiding = next((file for file in sorted(Path.cwd().glob("*.py")) if file.stem in sys.stdlib_module_names), None)
+    # Only of modules that distexp imports, as this process has done.
+    names = sys.stdlib_module_names & sys.modules.keys()
+    hiding = next((file for file in sorted(Path.cwd().glob("*.py")) if file.stem in names), None)
     if hiding and not (directory / LOGS).exists():
         reason = f"no rank started. {hiding} hides the module {hiding.stem} of Python: rename yours"
     status = texts.out_of_memory_status("WorkerDied", last) or "failed"
