@@ -112,12 +112,12 @@ def finalize_run(
     texts.release_reserve(directory)
     with suppress(OSError):  # Nothing needs the rest of a checkpoint, but it may fill the disk.
         remove_unfinished(directory)
-    record = read_record(directory / RESULT) if all(code == 0 for code in codes.values()) else None
+    record, unreadable = _read_result(directory) if all(code == 0 for code in codes.values()) else (None, None)
     if record is None and stopped is not None:
         error = RunError("Stopped", stopped, failures.current_phase(directory))
         record = failed_record(spec, directory, stopped_status, error, started, ended=ended)
     elif record is None:
-        cause = find_cause(spec, directory, codes)
+        cause = unreadable or find_cause(spec, directory, codes)
         record = failed_record(spec, directory, cause.status, cause.error, started, ended=ended)
     for add, failed in STEPS.items():
         try:
@@ -127,7 +127,20 @@ def finalize_run(
             print(f"distexp: {failed.format(directory=directory)}: {reason}", file=sys.stderr)
     attempts.record_attempt_end(record)
     record.write(directory)
+    if unreadable is None:
+        (directory / RESULT).unlink(missing_ok=True)  # The record has all of it.
     return record
+
+
+def _read_result(directory: Path) -> tuple[RunRecord | None, failures.Cause | None]:
+    """Return rank 0's part of the record; or None, and why it cannot be read if it was written."""
+    try:
+        return RunRecord.read(directory / RESULT), None
+    except ValueError as error:
+        if not (directory / RESULT).exists():
+            return None, None
+        message = f"the training has ended, but its result cannot be read: {error}"
+        return None, failures.Cause("failed", RunError("UnreadableResult", message, failures.current_phase(directory)))
 
 
 def find_cause(spec: RunSpec, directory: Path, codes: Mapping[int, int]) -> failures.Cause:

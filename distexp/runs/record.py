@@ -106,9 +106,8 @@ class RunRecord:
             raise ValueError(f"status={self.status!r} is not one of {', '.join(STATUSES)}")
 
     def write(self, directory: Path) -> None:
-        """Write ``directory/record.json`` atomically, and remove the result that it completes."""
+        """Write ``directory/record.json`` atomically."""
         write_json(directory / RECORD, asdict(self))
-        (directory / RESULT).unlink(missing_ok=True)
 
     def write_result(self, directory: Path) -> None:
         """Write ``directory/result.json``: a record without memory traces, which the launcher completes."""

@@ -228,6 +228,18 @@ def test_the_result_of_an_earlier_attempt_is_archived(spec: RunSpec, tmp_path: P
     assert (tmp_path / "attempts" / "0" / RESULT).exists()
 
 
+def test_a_result_with_an_impossible_number_is_named_and_kept(spec: RunSpec, tmp_path: Path) -> None:
+    start_attempt(spec, tmp_path)
+    trained = RunRecord("completed", spec.run, asdict(spec.config), metrics=Metrics(train_runtime=-1.0))
+    write_outcome(trained, tmp_path, launched=True)
+    error = finalize_run(spec, tmp_path, {0: 0}, time.time()).error
+    assert error is not None
+    assert error.type == "UnreadableResult"
+    assert error.message.startswith("the training has ended, but its result cannot be read: ")
+    assert error.message.endswith("metrics.train_runtime=-1.0 is too small")
+    assert (tmp_path / RESULT).exists(), "it has everything else"
+
+
 def test_a_completed_training_survives_a_full_disk(spec: RunSpec, tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", "1m") as disk:
         run_dir = disk / "run"

@@ -180,6 +180,8 @@ def write_missing_record(sweep_dir: Path, entry: run_dirs.Entry, job: JobState |
     attempts.record_attempt_end(record)
     texts.release_reserve(directory)
     record.write(directory)
+    if record.status == "completed":
+        (directory / RESULT).unlink(missing_ok=True)
     return record
 
 
