@@ -38,6 +38,7 @@ EXERCISES = {
     "cut/lora": ("cut_lora",),
     "cut": ("cut/tensor", "cut/mesh", "cut/context", "cut/recompute", "cut/pipeline"),
     "cut/mesh in fp32": ("cut/mesh_fp32",),
+    "cut: expert, mixtral": ("cut/expert", "cut/mixtral"),
     "chapter 8": ("course/deepspeed",),
     "baselines": ("two_h200/ddp_baseline", "two_h200/fsdp_baseline", "two_h200/fsdp_custom_single"),
     "deepspeed/zero_stages": ("two_h200/deepspeed_zero_stages", "two_h200/deepspeed_pin_memory"),
@@ -45,6 +46,7 @@ EXERCISES = {
     "weak scaling": ("two_h200/deepspeed_weak_scaling", "two_h200/fsdp_custom_weak_scaling"),
     "time/step": ("two_h200/time_step",),
     "map/strategies": ("two_h200/map_strategies",),
+    "map/strategies with ZeRO": ("two_h200/map_zero",),
 }
 """Sweeps of each table of exercises.md."""
 

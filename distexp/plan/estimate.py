@@ -336,9 +336,13 @@ def _node_mib(config: Config) -> float:
 
 
 def setup_mib(config: Config, parameters: int, tied_parameters: int = 0) -> float:
-    """Return the memory of the first node before the first step in MiB. Rank 0 has the whole model in fp32."""
-    workers = config.cluster.workers_per_node or 1
-    return _node_mib(config) + facts().processes.setup_worker_mib * workers + 4 * (parameters + tied_parameters) / MIB
+    """Return the memory of the first node before the first step in MiB. Rank 0 has the whole model, mostly in fp32."""
+    workers, model = config.cluster.workers_per_node or 1, config.model
+    # Random weights that are frozen get their values one after the other, and each is in bf16 before the next.
+    is_random = model.init == "random" and model._target_.startswith("distexp.")
+    size = 2 if is_random and config.adapter.base_dtype == "bf16" else 4
+    weights = size * (parameters + tied_parameters) / MIB
+    return _node_mib(config) + facts().processes.setup_worker_mib * workers + weights
 
 
 def host_peak_mib(config: Config, traced_mib: float, parameters: int, tied_parameters: int = 0) -> float:

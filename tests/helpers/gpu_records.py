@@ -21,7 +21,7 @@ def gpu_records() -> dict[str, RunRecord]:
 
 def recorded_config(record: RunRecord) -> Config:
     """Return the configuration of a record. Keys that are newer than the record are missing."""
-    config = _namespace(record.config)
+    config = _namespace({"adapter": {"base_dtype": None}, **record.config})
     assert record.built is not None
     config.cluster.world_size = record.built.world_size
     config.model.traits = task_of(config.model.task)
