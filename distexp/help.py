@@ -1,31 +1,36 @@
 """``distexp help [NAME]``: print the usage of distexp or of a command, or the meaning of a group or a key."""
 
 import sys
+from argparse import ArgumentParser
 from collections.abc import Sequence
+from pathlib import Path
 
 from distexp.cli.errors import explain_option, suggest, suggest_key
-from distexp.cli.help_topics import help_text, topic_names, topic_text
+from distexp.cli.help_topics import help_text, option_text, topic_names, topic_text
 from distexp.cli.main import COMMANDS, run_command
 from distexp.config.keys import config_groups, options_of
-from distexp.exceptions import print_error, run_until_pipe_closes
+from distexp.exceptions import print_error, printable, run_until_pipe_closes
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the help and return the exit code; 2 if there is no such name."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
+    parser = ArgumentParser(prog="distexp help", add_help=False, allow_abbrev=False)
+    parser.add_argument("--config-dir", "-cd", type=Path)
+    known, given = parser.parse_known_args(sys.argv[1:] if arguments is None else arguments)
     name = next((text for text in given if not text.startswith("-")), "help")
     if name not in COMMANDS:
-        return _print_topic(name)
+        return _print_topic(name, known.config_dir)
     if name in ("help", "run"):
         print(help_text())
         return 0
     return run_command(name, ["--help"])
 
 
-def _print_topic(name: str) -> int:
-    text = topic_text(name) or topic_text(name.lower())
+def _print_topic(name: str, folder: Path | None) -> int:
+    group, equals, option = name.partition("=")
+    is_own = folder is not None and equals and (folder / group / f"{option}.yaml").is_file()
+    text = option_text(group, option, folder) if is_own else topic_text(name) or topic_text(name.lower())
     if text is None:
-        group, equals, option = name.partition("=")
         if equals and group in config_groups():
             message = explain_option(group, option, options_of(group))
         else:
@@ -33,7 +38,7 @@ def _print_topic(name: str) -> int:
             message = f"{name} is not a command, a group or a key{hint}"
         print_error(message)
         return 2
-    print(text)
+    print(printable(text))
     return 0
 
 

@@ -35,9 +35,9 @@ from distexp.config.overrides import (
     values_of,
     without_plus_prefix,
 )
-from distexp.data.sources.formats import MESSAGES_COLUMNS
+from distexp.data.sources.formats import recognize
 from distexp.data.sources.image_folder import ENDINGS
-from distexp.data.sources.rows import first_columns, is_local, walk_files
+from distexp.data.sources.rows import first_columns, first_rows, is_local, walk_files
 from distexp.exceptions import describe_os_error, file_size_hint, first_line
 from distexp.runs.texts import NOT_WRITABLE
 from distexp.system.files import FULL, lacks_inodes
@@ -274,7 +274,7 @@ def _quote_override(text: str) -> str:
 def explain_option(group: str, option: str, options: list[str]) -> str:
     """Return the error for an option that a group does not have."""
     if group == "dataset" and (found := data_overrides(option)):
-        other = ", or the same with another model of images" if "model=" in found else ""
+        other = ", or the same with another model of images" if "model=resnet" in found else ""
         return f"{group}={option} is data and not an option: write {found}{other}"
     near = _suggest_option(group, option, options)
     presets = "distexp experiments lists them. Add --config-dir FOLDER for those of a folder"
@@ -287,15 +287,6 @@ def explain_option(group: str, option: str, options: list[str]) -> str:
     return f"{group}={option} is not an option{near or '.'} {'. '.join(texts)}"
 
 
-COLUMNS = {
-    "column": ("text", "content", "body", "document", "article"),
-    "prompt_column": ("prompt", "instruction", "question", "input"),
-    "answer_column": ("answer", "response", "output", "completion", "reply", "target"),
-    "messages_column": MESSAGES_COLUMNS,
-}
-"""Usual names of columns by the key that names them. The first one is its default."""
-
-
 def data_overrides(path: str) -> str | None:
     """Return the overrides for the data at a path, by its images or columns; None if the path is not local."""
     root = Path(path)
@@ -305,24 +296,24 @@ def data_overrides(path: str) -> str | None:
         return copyable_overrides("model=resnet_tiny", "dataset=tinyimagenet", f"dataset.root={path}")
     if root.is_dir() and any(file.lower().endswith(ENDINGS) and Path(file).parent != root for file in walk_files(root)):
         return copyable_overrides("model=resnet_tiny", "dataset=image_folder", f"dataset.path={path}")
-    columns = first_columns(path)
-    if root.suffix == ".json" and "data" in columns:
+    if root.suffix == ".json" and "data" in first_columns(path):
         evaluation = next(iter(sorted(root.parent.glob("*dev*.json"))), root)
         return copyable_overrides("dataset=squad", f"dataset.train_path={path}", f"dataset.eval_path={evaluation}")
-    return _text_overrides(path, columns)
+    return _text_overrides(path)
 
 
-def _text_overrides(path: str, columns: Sequence[str]) -> str:
-    """Return the overrides for texts, prompts with answers, or messages."""
-    found = {key: next((name for name in names if name in columns), "") for key, names in COLUMNS.items()}
-    option, keys, further = "chat", ["prompt_column", "answer_column"], list[str]()
-    if found["messages_column"]:
-        keys, further = ["messages_column"], ["dataset.chat_template=zephyr"]
-    elif not found["prompt_column"] or not found["answer_column"]:
-        option, keys = "text", ["column"]
-        found["column"] = found["column"] or next(iter(columns), "text")
-    named = [f"dataset.{key}={found[key]}" for key in keys if found[key] != COLUMNS[key][0]]
-    return copyable_overrides(f"dataset={option}", f"dataset.path={path}", *named, *further)
+def _text_overrides(path: str) -> str:
+    """Return the overrides for texts, prompts with answers, messages or tags. Raise ConfigError if there are none."""
+    rows = [row.values for row in first_rows(path)]
+    if not any(rows):
+        return copyable_overrides("dataset=text", f"dataset.path={path}")  # Its message names what is wrong.
+    if (found := recognize(rows)) is None:
+        raise ConfigError(
+            f"dataset={path} is data and not an option, but no column has texts or messages: write rows with a column "
+            "text, with prompt and answer, or with messages"
+        )
+    option, *further = found
+    return copyable_overrides(option, f"dataset.path={path}", *further)
 
 
 def _suggest_option(group: str, option: str, options: list[str]) -> str:

@@ -115,7 +115,7 @@ def topic_text(name: str) -> str | None:
     if group in groups and not option:
         return _group_text(group, groups[group])
     chosen = [(group, option)] if option else [(owner, name) for owner in groups]
-    found = [_option_text(*pair) for pair in chosen if pair[0] in groups and pair[1] in options_of(pair[0])]
+    found = [option_text(*pair) for pair in chosen if pair[0] in groups and pair[1] in options_of(pair[0])]
     if not found and option and group in groups:
         return None
     if not found and group in sections():
@@ -172,8 +172,9 @@ def _group_text(group: str, meaning: str) -> str:
     return "\n".join([*lines, "", f"More about an option: distexp help {group}={example}"])
 
 
-def _option_text(group: str, option: str) -> str:
-    text, commands = head_comment(_path(group, option))
+def option_text(group: str, option: str, conf: Path | None = None) -> str:
+    """Return the comment at the top of an option's YAML file, of distexp or in ``conf``."""
+    text, commands = head_comment(_path(group, option, conf))
     examples = ["", *(f"  {command}" for command in commands)] if commands else []
     return "\n".join([f"{group}={option}", wrap(text, "  "), *examples])
 

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from distexp.config import ConfigError
-from distexp.config.overrides import copyable_command, format_override
+from distexp.config import ConfigError, TrainConfig
+from distexp.config.overrides import copyable_command, format_override, key_of, shell_quote
 from distexp.exceptions import printable
 from distexp.explain import step_profile
 from distexp.explain.advice import advise, larger_global_batches
+from distexp.measure.profiling.intervals import ProfileWindow
 from distexp.runs.metrics import PARTS
 from distexp.runs.record import (
     RunRecord,
@@ -22,7 +24,7 @@ from distexp.runs.record import (
     not_a_folder,
     read_records,
 )
-from distexp.runs.run_dir import COMMAND
+from distexp.runs.run_dir import COMMAND, command_path
 from distexp.strategies.base import recorded_strategy
 from distexp.strategies.parallel.checks import STAGES_PER_WORKER, bubble_share
 from distexp.strategies.traits import Traits
@@ -295,8 +297,37 @@ def _not_profiled(directory: Path, records: Sequence[RunRecord]) -> str:
     arguments, cells = (read_or_none(directory / COMMAND, key) for key in ("words", "cells"))
     is_sweep = isinstance(cells, int) and cells > 1 and isinstance(arguments, list)
     sweep = [printable(text) for text in arguments if isinstance(text, str)] if is_sweep else []
-    replaced = ("profile=", "train.profile_steps=", "hydra.sweep.", "sweep.resume=")
-    options = [text for text in sweep or record.run.overrides if not text.startswith(replaced)]
+    return f"{directory} has no profile: run it with {profile_command(directory, record, sweep)}"
+
+
+def profile_command(directory: Path, record: RunRecord, sweep: Sequence[str] = ()) -> str:
+    """Return the command that repeats a run, or the arguments of its sweep, with a profile and enough steps for it."""
+    longer = [*_longer_training(record)]
+    replaced = {"profile", "train.profile_steps", "sweep.resume", *map(key_of, longer)}
+    starts = ("hydra.sweep.", *(f"{key}=" for key in replaced))
+    options = [text for text in sweep or record.run.overrides if not text.startswith(starts)]
     folders = [] if sweep else config_dir_options(directory)  # The arguments of a sweep have it.
-    command = copyable_command([*options, "profile=true", *folders], may_sweep=bool(sweep))
-    return f"{directory} has no profile: run it with {command}"
+    command = copyable_command([*options, *longer, "profile=true", *folders], may_sweep=bool(sweep))
+    started = read_or_none(command_path(directory), "directory")  # The folder of relative paths.
+    if not isinstance(started, str) or not os.path.isdir(started) or os.path.samefile(started, os.curdir):
+        return command
+    return f"cd {shell_quote(printable(started))} && {command}"
+
+
+MAX_ADDED_STEPS = 20
+"""Enough for a profile, with the steps that count in no speed. Epochs of one or two steps are never profiled."""
+
+
+def _longer_training(record: RunRecord) -> Iterator[str]:
+    """Yield the overrides for enough steps for a profile, if the recorded training has too few."""
+    total, per_epoch, train = record.metrics.total_steps, record.metrics.steps_per_epoch, record.config.get("train")
+    if not (total and per_epoch and train):
+        return
+    settings = TrainConfig(measure_after_step=train.get("measure_after_step") or 0, profile_steps=1)
+    lengths = range(total, total + settings.measure_after_step + MAX_ADDED_STEPS)
+    windows = ((steps, ProfileWindow.of(settings, total=steps, per_epoch=per_epoch, done=0)) for steps in lengths)
+    needed = next((steps for steps, window in windows if window is not None), total)
+    if needed > total and train.get("max_steps"):
+        yield f"train.max_steps={needed}"
+    if (epochs := -(-needed // per_epoch)) > train.get("num_epochs", epochs):
+        yield f"train.num_epochs={epochs}"

@@ -9,12 +9,12 @@ from statistics import NormalDist
 from typing import Any
 
 from distexp.config import ConfigError
-from distexp.config.overrides import copyable_command
+from distexp.explain.explanation import profile_command
 from distexp.forecast.communication import Forecast, Target
 from distexp.guard.config_files import is_own_file
 from distexp.runs.predictions import measured_step_s
-from distexp.runs.record import RunRecord, config_dir_options, describe_no_training, not_a_sweep, read_records
-from distexp.runs.run_dir import COMMAND, MICRO_BATCH, RECORD, STEP_MODEL
+from distexp.runs.record import RunRecord, describe_no_training, not_a_sweep, read_records
+from distexp.runs.run_dir import MICRO_BATCH, RECORD, STEP_MODEL, command_path
 from distexp.runs.step_files import (
     COPIES,
     GATHERS,
@@ -100,8 +100,7 @@ class ProfiledRun:
     @property
     def command_path(self) -> Path:
         """Return the file with the command of the run's sweep. A single run may be a sweep itself."""
-        own = self.directory / COMMAND
-        return own if own.is_file() else self.directory.parent / COMMAND
+        return command_path(self.directory)
 
     def read_model(self) -> StepModel | None:
         """Return the step model; None if there is none. Raise ConfigError if it is impossible, or of another run."""
@@ -160,9 +159,7 @@ def _not_profiled(directory: Path, runs: Sequence[ProfiledRun]) -> str:
         return f"{directory} {other}"
     if note := (run.record.metrics.communication or {}).get("note"):  # A second run would have it too.
         return f"{directory} has no profile for a forecast: {note}"
-    options = [text for text in run.record.run.overrides if not text.startswith(("profile=", "train.profile_steps="))]
-    command = copyable_command([*options, "profile=true", *config_dir_options(run.directory)])
-    return f"{directory} has no profile for a forecast: run it with {command}"
+    return f"{directory} has no profile for a forecast: run it with {profile_command(run.directory, run.record)}"
 
 
 def read_profiled_run(directory: Path) -> ProfiledRun:

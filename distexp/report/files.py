@@ -119,7 +119,8 @@ def write_parquet(rows: Sequence[ResultRow], names: Sequence[str], path: Path) -
         if len(types) == 1:
             kind = next(one if one in kinds else str for one in types)
         arrays[name] = pa.array([None if value is None else kind(value) for value in values], kinds[kind])
-    pq.write_table(pa.table(arrays), path)
+    with path.open("wb") as file:  # pyarrow takes a relative path with a colon for a URI.
+        pq.write_table(pa.table(arrays), file)
 
 
 def result_row(row: Row) -> ResultRow:

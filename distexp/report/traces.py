@@ -15,7 +15,15 @@ from typing import Any
 from distexp.report.data.metrics import MEMORIES, SPEED
 from distexp.report.data.overview import Overview
 from distexp.report.data.repeats import RunGroup
-from distexp.report.data.rows import Row, global_batch, is_environment_setting, is_strategy_option, run_label, task_name
+from distexp.report.data.rows import (
+    Row,
+    global_batch,
+    is_environment_setting,
+    is_strategy_option,
+    kernel_options,
+    run_label,
+    task_name,
+)
 from distexp.report.data.step_parts import RankLanes, read_lanes
 from distexp.runs.memory_trace import CPU, GPU, MemorySample, read_memory_trace
 from distexp.runs.predictions import Curve, read_curve
@@ -204,9 +212,19 @@ def _phase_intervals(samples: Sequence[MemorySample], start: float) -> Iterator[
 NOT_THE_MODEL = frozenset(
     {"strategy", "offload", "engine", "device", "nodes", "workers"}
     | {"micro_batch_size", "gradient_accumulation_steps", "global_batch_size", "eval_batch_size"}
-    | {"measure_after_step", "activation_checkpointing", "parallel"}
+    | {
+        "measure_after_step",
+        "activation_checkpointing",
+        "activation_budget",
+        "parallel",
+        "kernels",
+        "loss_chunk_tokens",
+    }
 )
-"""Settings, and sections of them, that should not change the losses, if the global batch is the same."""
+"""Settings, and sections of them, that should not change the losses, if the global batch is the same.
+
+Those of ``kernel_options`` should not either, except for an own loss.
+"""
 
 
 DROPOUT = "With dropout or skipped paths, strategies draw other random numbers. To compare them, set model.dropout=0."
@@ -235,7 +253,7 @@ def compare_losses(curves: Sequence[LossCurve]) -> Iterator[str]:
         settings = {
             name: value for name, value in curve.trace.row.settings.items()
             if not {name, name.partition(".")[0]} & NOT_THE_MODEL and not is_strategy_option(name)
-            and not is_environment_setting(name)
+            and not is_environment_setting(name) and (name not in kernel_options() or value == "own")
         }  # fmt: skip
         trainings.setdefault(
             json.dumps([settings, global_batch(curve.trace.row.settings)], sort_keys=True, default=str), []

@@ -32,6 +32,7 @@ from distexp.runs.run_dir import (
     RESULT,
     SNAPSHOT_MARKER,
     SPEC,
+    command_path,
 )
 from distexp.system.files import convert_texts, one_line, open_file, read_json, read_or_none, walk, write_json
 from distexp.system.typed_values import device_errors, parse_dataclass, section_errors, texts_of
@@ -394,8 +395,7 @@ def _read_runs(sweep_dir: Path) -> Iterator[ExistingRun]:
 
 def config_dir_options(directory: Path) -> list[str]:
     """Return the option ``--config-dir FOLDER`` of the command that started a run or a sweep; empty if it had none."""
-    path = next((file for folder in (directory, directory.parent) if (file := folder / COMMAND).is_file()), None)
-    words = texts_of({"words": read_or_none(path, "words")}, "words") if path else []
+    words = texts_of({"words": read_or_none(command_path(directory), "words")}, "words")
     joined = "\n".join(map(printable, words))
     found = re.search(r"^(?:--config-dir|-cd)[=\n](.+)$", joined, re.MULTILINE)
     return ["--config-dir", found[1]] if found else []

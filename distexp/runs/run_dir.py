@@ -148,6 +148,12 @@ def memory_trace_paths(run_dir: Path) -> list[Path]:
     return [by_node[node] for node in sorted(filter(str.isdecimal, by_node), key=int)]
 
 
+def command_path(run_dir: Path) -> Path:
+    """Return the file with the command of a run's sweep. A single run may be a sweep itself."""
+    own = run_dir / COMMAND
+    return own if own.is_file() else run_dir.parent / COMMAND
+
+
 def step_times_path(run_dir: Path, rank: int) -> Path:
     """Return the durations of a rank's ordinary steps."""
     return run_dir / STEP_TIMES / f"rank{rank}.csv"

@@ -83,7 +83,7 @@ def variable_set(name: str, value: str) -> Iterator[None]:
 
 
 SECRET_NAME = re.compile(
-    r"(^|_)(\w*(TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL)S?|(API|ACCESS|PRIVATE)?KEYS?|PASS|PAT)(_|$)"
+    r"(^|_)(\w*(TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL)S?|(API|ACCESS|PRIVATE)?KEYS?|\w*(?<!BY)PASS|PAT)(_|$)"
     r"|_(PWD|AUTH)$",
     re.I,
 )

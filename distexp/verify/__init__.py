@@ -25,7 +25,7 @@ from distexp import __version__
 from distexp.compose.composition import Cell, MakeCell
 from distexp.config import ConfigError
 from distexp.config.custom_code import library_versions
-from distexp.config.overrides import copyable_command, format_count
+from distexp.config.overrides import copyable_command, format_count, shell_quote
 from distexp.exceptions import SweepFailedError, SweepInterrupted
 from distexp.launch import node_setup
 from distexp.launch.run_dirs import locked_sweep_dir
@@ -125,7 +125,14 @@ def compare_recordings(reference: Path, variant: Path, *, as_json: bool) -> None
     """Compare the recordings of a script, of one process and of several, and print the result as ``run_verify``."""
     for folder in (reference, variant):
         if not (folder / PHASE_SETTINGS).is_file():
-            raise ConfigError(f"{folder} has no recording: run your script with {RECORDING_VARIABLE}={folder}")
+            variable = f"{RECORDING_VARIABLE}={shell_quote(str(folder))}"
+            raise ConfigError(f"{folder} has no recording: run your script with {variable}")
+    if (workers := RunSettings.read(reference).world_size) > 1:
+        typed = copyable_command([RECORDED, "SINGLE", str(reference)], command="distexp verify")
+        raise ConfigError(
+            f"{reference} is a recording of {workers} workers, but the first folder must have that of one process: "
+            f"run your script with {RECORDING_VARIABLE}=SINGLE without torchrun, and type {typed}"
+        )
     for name in (PROOF, PROOF_PAGE):
         (variant / name).unlink(missing_ok=True)
     directories = {"reference": str(reference), "noise": str(reference), "variant": str(variant)}

@@ -624,6 +624,21 @@ def test_help_suggests_a_name(name: str, message: str, capsys: pytest.CaptureFix
     assert capsys.readouterr().err == f"distexp: {message}\n"
 
 
+@pytest.mark.parametrize("option", [("--config-dir", "my_conf"), ("--config-dir=my_conf",)])
+def test_help_explains_an_option_of_a_folder(
+    option: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my_conf" / "model").mkdir(parents=True)
+    (tmp_path / "my_conf" / "model" / "mine.yaml").write_text("# A model of mine.\nname: mine\n")
+    for arguments in ((*option, "model=mine"), ("model=mine", *option)):
+        assert help_main(arguments) == 0
+        assert capsys.readouterr().out == "model=mine\n  A model of mine.\n"
+    assert help_main([*option, "model"]) == 0
+    assert help_main(["model=mine"]) == 2
+    assert "needs --config-dir FOLDER" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("module", ["distexp.experiments", "distexp"])
 def test_closed_stdout_ends_the_command_quietly(module: str) -> None:
     command = [sys.executable, "-m", module, *(["--help"] if module == "distexp" else [])]

@@ -23,6 +23,7 @@ from torch.nn import functional
 from torchvision import transforms
 from transformers import AutoTokenizer
 
+from distexp.cli.errors import data_overrides
 from distexp.config import ConfigError
 from distexp.config.custom_code import locate
 from distexp.data.base import IGNORE, TaskData
@@ -129,6 +130,31 @@ def test_a_path_as_dataset_names_the_line_to_type(name: str, files: Path) -> Non
     typed = [word.replace(f"={name}", f"={files / name}") for word in shlex.split(line)]
     assert set(OVERRIDES[name].split()) - {"dataset.image_size=16"} <= set(typed)
     assert resolve_cell(*typed, *ONE_WORKER).dataset.path == str(files / name)
+
+
+TURNS = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ({"id": 1, "Body": "a b"}, "dataset=text dataset.column=Body"),
+        ({"id": "12", "Body": "a b c"}, "dataset=text dataset.column=Body"),
+        ({"id": 1, "dialog": TURNS}, "dataset=chat dataset.messages_column=dialog"),
+        ({"words": ["a", "b"], "tags": ["O", "B"]}, "model.task=token_classification dataset.tokens_column=words"),
+        ({"prompt": TURNS[:1], "completion": TURNS[1:]}, None),
+        ({"a": 1, "text": 2}, None),
+    ],
+)
+def test_the_line_for_own_data_has_columns_with_the_right_values(
+    row: dict[str, Any], expected: str | None, tmp_path: Path
+) -> None:
+    path = write_lines(tmp_path / "my.jsonl", [dict.fromkeys(row), row] * 10)
+    if expected is None:
+        with pytest.raises(ConfigError, match="no column has texts or messages: write rows with a column text"):
+            data_overrides(str(path))
+    else:
+        assert {*expected.split(), f"dataset.path={path}"} <= {*shlex.split(data_overrides(str(path)) or "")}
 
 
 def load(*overrides: str) -> TaskData:

@@ -18,6 +18,7 @@ from distexp.data.squad_sample import generate
 from distexp.experiments import main as list_experiments
 from distexp.runs.record import RunRecord
 from tests.helpers.presets import cells_of
+from tests.helpers.records import invalid, record, write
 from tests.helpers.runs import REPOSITORY, TIMEOUT_S, resolve_cell, start_module
 
 PAGES = sorted((REPOSITORY / "docs" / "workshop").glob("*.md"))
@@ -155,14 +156,31 @@ def test_processes_find_each_other_by_variables(tmp_path: Path) -> None:
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_runs(notebook: Path, tmp_path: Path) -> None:
     cells = [cell for cell in json.loads(notebook.read_text())["cells"] if cell["cell_type"] == "code"]
-    script = tmp_path / "cells.py"
-    script.write_text("\n\n".join("".join(cell["source"]) for cell in cells))
+    run_cells(tmp_path / "cells.py", *("".join(cell["source"]) for cell in cells))
+
+
+def run_cells(script: Path, *cells: str) -> str:
+    """Run cells of a notebook as a script. Return what they print."""
+    script.write_text("\n\n".join(cells))
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
     done = subprocess.run(
         [sys.executable, "-P", str(script)], cwd=REPOSITORY, env=environment, capture_output=True, text=True,
         timeout=TIMEOUT_S, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_the_notebook_has_a_table_of_any_records(tmp_path: Path) -> None:
+    (notebook,) = (path for path in NOTEBOOKS if path.stem == "read_results")
+    cells = ["".join(cell["source"]) for cell in json.loads(notebook.read_text())["cells"]]
+    (imports,), (table,) = ([cell for cell in cells if text in cell] for text in ("import pandas", "json_normalize(r"))
+    write(tmp_path / "cpus", record(0), invalid(1, "wrong"))
+    write(tmp_path / "gpus" / "sweep", record(0, peak=100.0), invalid(1, "wrong"))
+    for name, run in (("cpus", "0"), ("gpus", "sweep/0")):
+        chosen = f"results = Path({str(tmp_path / name)!r})"
+        printed = run_cells(tmp_path / "cells.py", imports, chosen, table, "print(table.to_json(orient='index'))")
+        assert json.loads(printed)[run]["samples/s"] == record(0).metrics.train_samples_per_second
 
 
 def test_notebooks_are_small_and_have_no_outputs() -> None:

@@ -9,7 +9,10 @@ from typing import Any
 
 import pytest
 
+from distexp.config import TrainConfig
 from distexp.explain.__main__ import main
+from distexp.forecast.__main__ import main as forecast
+from distexp.training.inputs import StepPlan
 from tests.helpers.profiled_records import COMMUNICATION_BOUND, COMPUTE_BOUND, GPU, LAUNCH_BOUND, profiled
 from tests.helpers.records import record, write
 
@@ -112,6 +115,46 @@ def test_command_to_profile_is_that_of_a_completed_run(tmp_path: Path, capsys: p
     folder = write(tmp_path / "noted", failed, finished)
     assert main([str(folder)]) == 2
     assert capsys.readouterr().err.endswith("has no profile: too few steps: train more steps\n")
+
+
+@pytest.mark.parametrize(
+    ("steps", "max_steps", "expected"),
+    [
+        ((4, 100), 4, "train.num_epochs=1 train.max_steps=9"),
+        ((6, 6), None, "train.num_epochs=2"),
+        ((8, 4), 8, "train.max_steps=11 train.num_epochs=3"),
+        ((9, 100), 9, "train.max_steps=9 train.num_epochs=1"),
+    ],
+)
+def test_command_to_profile_has_enough_steps(
+    steps: tuple[int, int], max_steps: int | None, expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """``steps`` are those of the recorded training, and of an epoch."""
+    total, per_epoch = steps
+    epochs = -(-total // per_epoch)
+    typed = (*((f"train.max_steps={max_steps}",) if max_steps else ()), f"train.num_epochs={epochs}")
+    short = record(0, overrides=typed, train__max_steps=max_steps, train__num_epochs=epochs)
+    short.metrics.total_steps, short.metrics.steps_per_epoch = total, per_epoch
+    assert main([str(write(tmp_path, short))]) == 2
+    assert capsys.readouterr().err.endswith(f"has no profile: run it with distexp {expected} profile=true\n")
+    train = TrainConfig(profile_steps=3)
+    for text in expected.split():
+        setattr(train, text.partition("=")[0].removeprefix("train."), int(text.partition("=")[2]))
+    assert StepPlan(train, per_epoch).profile_window(0) is not None
+
+
+def test_command_to_profile_is_typed_where_the_run_was_started(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write(tmp_path / "my runs", record(0, overrides=("model.name=m/olmo2",)))
+    (folder / "command.json").write_text(json.dumps({"words": [], "cells": 1, "directory": str(folder)}))
+    command = "distexp model.name=m/olmo2 profile=true"
+    for start in (main, forecast):
+        assert start([str(folder / "0")]) == 2
+        assert capsys.readouterr().err.endswith(f"run it with cd '{folder}' && {command}\n")
+    monkeypatch.chdir(folder)
+    assert main(["0"]) == 2
+    assert capsys.readouterr().err.endswith(f"run it with {command}\n")
 
 
 def test_command_to_profile_a_sweep_is_that_of_the_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

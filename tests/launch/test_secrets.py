@@ -12,6 +12,7 @@ from distexp.system.environment_variables import looks_secret, select_variables
 
 VALUE = "0123456789abcdef"
 REFUSED = {  # overrides, with a part of the message
+    "cluster.environment.SSHPASS=x": "cluster.environment.SSHPASS is a secret",
     "cluster.environment.WANDB_API_KEY=x": "cluster.environment.WANDB_API_KEY is a secret",
     "++cluster.environment={HF_TOKEN: x}": "cluster.environment.HF_TOKEN is a secret",
     "hydra.job.env_copy=[MY_PASSWORD]": "hydra.job.env_copy=[MY_PASSWORD] is a secret",
@@ -75,13 +76,15 @@ def test_secrets_are_not_recorded() -> None:
     "name",
     [
         *("OPENAI_KEY_2", "GITHUB_TOKEN", "MYSECRET", "apikey", "DB_PASSWD", "X_CREDENTIALS"),
-        *("MYSQL_PWD", "DB_PASS", "GITHUB_PAT", "SSH_PASSPHRASE", "NPM_AUTH"),
+        *("SSHPASS", "MYSQL_PWD", "DB_PASS", "GITHUB_PAT", "SSH_PASSPHRASE", "NPM_AUTH"),
     ],
 )
 def test_names_of_secrets(name: str) -> None:
     assert looks_secret(name)
 
 
-@pytest.mark.parametrize("name", ["MONKEY", "PWD", "OLDPWD", "PATH", "PYTHONPATH", "SSH_AUTH_SOCK", "BYPASS", "AUTHOR"])
+@pytest.mark.parametrize(
+    "name", ["MONKEY", "PWD", "OLDPWD", "PATH", "PYTHONPATH", "SSH_AUTH_SOCK", "BYPASS", "AUTHOR", "LD_LIBRARY_PATH"]
+)
 def test_names_of_other_variables(name: str) -> None:
     assert not looks_secret(name)

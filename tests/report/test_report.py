@@ -129,6 +129,13 @@ def test_configurations_of_different_types_share_a_column(tmp_path: Path) -> Non
     assert table["config.dataset.max_length"].to_pylist() == ["64", "auto"]
 
 
+def test_a_relative_folder_may_have_a_colon_in_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = write(Path("sweep_10:30"), *two_runs())
+    assert main([str(folder)]) == 0
+    assert pq.read_metadata(tmp_path / folder / "report" / "results.parquet").num_rows == 2
+
+
 def test_several_directories_make_one_report_in_the_first(tmp_path: Path) -> None:
     first, second = two_runs()
     write(tmp_path / "2026-01-01_10-00-00", first)

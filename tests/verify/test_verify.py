@@ -274,9 +274,13 @@ def test_a_plain_script_is_compared_with_one_process(tmp_path: Path) -> None:
         (results[folder],) = json.loads(done.stdout)
     assert {"samples", "initial", "gradient", "lr", "update", "state"} <= results["ddp"]["phases"][0]["worst"].keys()
     assert (results["broken"]["cause"]["id"], results["broken"]["cause"]["step"]) == ("summed", 1)
-    done = run_distexp("verify", "--recorded", "single", "other", cwd=tmp_path)
-    assert done.returncode == 2
-    assert "other has no recording: run your script with DISTEXP_VERIFY=other" in done.stderr
+    for folders, message in (
+        (("single", "an other"), "an other has no recording: run your script with DISTEXP_VERIFY='an other'"),
+        (("ddp", "single"), "ddp is a recording of 2 workers, but the first folder must have that of one process: run"),
+    ):
+        done = run_distexp("verify", "--recorded", *folders, cwd=tmp_path)
+        assert done.returncode == 2
+        assert message in done.stderr
 
 
 @pytest.mark.release

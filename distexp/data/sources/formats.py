@@ -13,6 +13,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -184,6 +185,44 @@ def chat_format(dataset: DatasetConfig, columns: Sequence[str], task: str = "cau
     return RowFormat(("prompt_column", "answer_column"), text_error)
 
 
+USUAL_COLUMNS = {
+    "column": ("text", "content", "body", "document", "article"),
+    "prompt_column": ("prompt", "instruction", "question", "input"),
+    "answer_column": ("answer", "response", "output", "completion", "reply", "target"),
+    "messages_column": MESSAGES_COLUMNS,
+    "tokens_column": ("tokens", "words"),
+    "tags_column": ("tags", "ner_tags", "pos_tags", "labels"),
+}
+"""Usual names of columns by the key that names them. The first one is its default."""
+
+TAGGER = ("model=hf", "model.name=FOLDER_OR_HUB_ID", "model.task=token_classification")
+LAYOUTS: tuple[tuple[tuple[str, ...], RowCheck, tuple[str, ...]], ...] = (
+    (("messages_column",), messages_error, ("dataset=chat", "dataset.chat_template=zephyr")),
+    (("prompt_column", "answer_column"), text_error, ("dataset=chat",)),
+    (("tokens_column", "tags_column"), tags_error, ("dataset=text", *TAGGER)),
+    (("column",), text_error, ("dataset=text",)),
+)
+"""Keys of columns, what is wrong with them in a row, and the overrides for rows that have them."""
+
+
+def recognize(rows: Sequence[Mapping[str, Any]]) -> list[str] | None:
+    """Return the overrides for rows by their values, without the path; None if no column has a text or messages.
+
+    Usual names come first, then the column with the longest values.
+    """
+    columns = dict.fromkeys(name for values in rows for name in values)
+    longest = tuple(sorted(columns, key=lambda name: -sum(len(str(values.get(name))) for values in rows)))
+    # Messages in a column of answers lack their prompts.
+    whole = tuple(name for name in longest if name not in USUAL_COLUMNS["answer_column"])
+    others = {"messages_column": whole, "column": longest}
+    for known, (keys, find_error, overrides) in product((USUAL_COLUMNS, others), LAYOUTS):
+        for names in product(*(known.get(key, ()) for key in keys)):
+            if any(find_error(values, names) is None for values in rows):
+                odd = ((key, name) for key, name in zip(keys, names, strict=True) if name != USUAL_COLUMNS[key][0])
+                return [*overrides, *(f"dataset.{key}={name}" for key, name in odd)]
+    return None
+
+
 def describe(value: Any) -> str:
     """Return a value for messages, as ``the number 5``."""
     if isinstance(value, str | list) and not value:
@@ -196,6 +235,11 @@ def kind_of(file: Path) -> str | None:
     """Return the kind of a data file by its ending; None for another one."""
     name = file.name.lower().removesuffix(".gz")
     return next((kind for ending, kind in KINDS.items() if name.endswith(ending)), None)
+
+
+def read_file(file: Path, columns: Sequence[str]) -> Iterator[Row]:
+    """Yield the rows of a file; of a Parquet file only some columns."""
+    return read_parquet(file, columns) if kind_of(file) == "parquet" else read_plain(file)
 
 
 def read_plain(file: Path) -> Iterator[Row]:

@@ -20,8 +20,8 @@ from distexp.data.sources.formats import (
     Row,
     RowFormat,
     kind_of,
+    read_file,
     read_footer,
-    read_parquet,
     read_plain,
     refuse_wrong_rows,
 )
@@ -142,12 +142,12 @@ def open_rows(dataset: DatasetConfig, choose_format: FormatChoice) -> tuple[Rows
     """
     if dataset.path is None:
         raise ConfigError(f"dataset={dataset.name} needs data: set dataset.path to a file, a folder or a hub id")
-    splits = _open_splits(dataset.path, dataset)
+    splits = _open_splits(dataset.path, dataset.subset)
     name = dataset.split or ("train" if "train" in splits or len(splits) > 1 else next(iter(splits)))
     tables = _choose(splits, name, "split", dataset.path)
     make = partial(Rows, dataset=dataset, form=choose_format(dataset, columns_of(tables[0])))
     if dataset.eval_path is not None:
-        splits = _open_splits(dataset.eval_path, dataset)
+        splits = _open_splits(dataset.eval_path, dataset.subset)
     others = [split for split in SPLIT_WORDS if split in splits and (dataset.eval_path or split != name)]
     known = [split for split in others if _with_rows(splits[split])]
     first = next(iter(splits)) if dataset.eval_path else None
@@ -183,7 +183,7 @@ def _refuse_empty(label: str) -> ConfigError:
     return ConfigError(f"{label} has no row: add rows, or use other data")
 
 
-def _open_splits(path: str, dataset: DatasetConfig) -> dict[str, tuple[Table, ...]]:
+def _open_splits(path: str, subset: str | None = None) -> dict[str, tuple[Table, ...]]:
     """Return the tables of each split. A file, and files without a split in their names, are the split train."""
     if is_local(path) and not is_saved(path):
         return {name: tuple(Table(str(file), file) for file in files) for name, files in find_files(path).items()}
@@ -191,7 +191,7 @@ def _open_splits(path: str, dataset: DatasetConfig) -> dict[str, tuple[Table, ..
     from datasets import DatasetDict, load_dataset, load_from_disk
 
     try:
-        found = load_from_disk(path) if is_local(path) else load_dataset(path, name=dataset.subset)
+        found = load_from_disk(path) if is_local(path) else load_dataset(path, name=subset)
     except Exception as error:  # The library has many, also those of the hub and of Arrow.
         what = "cannot be read" if is_local(path) else "does not exist here, and is not available from the hub"
         raise ConfigError(f"dataset.path={path} {what} ({first_line(error)}): correct dataset.path") from error
@@ -315,6 +315,13 @@ def first_columns(path: str) -> list[str]:
     return columns_of(Table("", next(iter(find_files(path).values()))[0])) if is_local(path) else []
 
 
+def first_rows(path: str) -> list[Row]:
+    """Return the first rows of local data. One that cannot be read has an error."""
+    table = next(iter(_open_splits(path).values()))[0]
+    rows = read_file(table.file, columns_of(table)) if table.file else _read_batches(table.data, path)
+    return list(islice(rows, CHECKED_ROWS))
+
+
 def _check_held_out(train: Rows) -> None:
     """Raise ConfigError if all rows of a small file are held out for evaluation."""
     file = train.tables[0].file
@@ -326,8 +333,7 @@ def _check_held_out(train: Rows) -> None:
 def _check_first_rows(file: Path, _changed_at: int, form: RowFormat, columns: tuple[str, ...]) -> None:
     """Raise ConfigError if one of the first rows is wrong. They are read once for all cells of a sweep."""
     is_small, is_parquet = file.stat().st_size <= CHECKED_BYTES, kind_of(file) == "parquet"
-    every = read_parquet(file, columns) if is_parquet else read_plain(file)
-    rows = list(islice(every, None if is_small else CHECKED_ROWS))
+    rows = list(islice(read_file(file, columns), None if is_small else CHECKED_ROWS))
     has_values = any(row.error or any(map(str.strip, map(str, row.values.values()))) for row in rows)
     if is_small and not is_parquet and not has_values:
         raise ConfigError(f"{file} has no row with a value: add rows, or use other data")

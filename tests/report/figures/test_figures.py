@@ -320,6 +320,21 @@ def test_workers_that_share_rows_and_stored_activations_train_the_same(degree: s
     assert "batch sizes differ" not in capture.get()
 
 
+def test_runs_with_other_kernels_are_compared(tmp_path: Path) -> None:
+    """As with kernels=fast, whose values depend on the strategy."""
+    options = {"train__compute_weights": "step", "train__logits": "targets", "model__attention": "sdpa"}
+    fast = {"kernels__name": "fast", "train__loss": "chunked", "dataset__cache": "cpu", "train__compile": "blocks"}
+    runs = [
+        enrich(record(0)),
+        enrich(record(1, strategy="fsdp", **options)),
+        enrich(record(2, strategy="fsdp", **fast)),
+    ]
+    text = text_of(with_traces(tmp_path / "fast", runs), "losses")
+    assert "Same training: losses of 3 runs (global batch 8) are equal at every logged step." in text
+    own = [enrich(record(0)), enrich(record(1, train__loss="own"))]
+    assert "losses of 2 runs" not in text_of(with_traces(tmp_path / "own", own), "losses")
+
+
 def test_other_evaluation_losses_are_not_the_same_training(tmp_path: Path) -> None:
     same = [enrich(record(n, strategy=name, peak=1000.0)) for n, name in enumerate(("ddp", "fsdp"))]
     same[1].metrics.eval_losses = [1.06 * loss for loss in same[1].metrics.eval_losses]
