@@ -32,6 +32,7 @@ from distexp.distributed.context import Context
 from distexp.runs.record import RunRecord
 from distexp.system.seeding import seed_everything
 from distexp.training.build import load_data, model_factory, token_counts
+from tests.helpers.datasets import save_sentencepiece
 from tests.helpers.hand_written_loop import NativeLoop
 from tests.helpers.runs import resolve_cell, run_distexp
 
@@ -274,6 +275,22 @@ def test_answers_of_a_conversation_are_the_targets_by_the_template_of_the_tokeni
         counts = [int((samples[index]["labels"][1:] != IGNORE).sum()) for index in range(len(samples))]
         assert token_counts(samples)[1].tolist() == counts  # type: ignore[union-attr]
     assert torch.equal(whole.train[0]["labels"], whole.train[0]["input_ids"])
+
+
+@pytest.mark.parametrize("legacy", [False, True])
+def test_conversations_have_the_tokens_of_the_whole_text(legacy: bool, tmp_path: Path) -> None:
+    """Tokenizers of SentencePiece put a space before a text. Tokenized one by one, each turn would start with one."""
+    save_sentencepiece(tmp_path, legacy=legacy)
+    write_lines(tmp_path / "chat.jsonl", [conversation("a bad")] * 8)
+    words = (*TEXT[:1], *TEXT[2:], "dataset=chat", f"dataset.path={tmp_path / 'chat.jsonl'}", "dataset.max_length=128")
+    words += (f"model.tokenizer={tmp_path}", "model.vocab_size=null", "dataset.chat_template=zephyr")
+    answers, every = load(*words).train[0], load(*words, "dataset.targets=all").train[0]
+    tokenizer, messages = AutoTokenizer.from_pretrained(tmp_path), conversation("a bad")["messages"]
+    text = "".join(f"<|{message['role']}|>\n{message['content']}</s>\n" for message in messages)
+    assert answers["input_ids"].tolist() == every["input_ids"].tolist() == tokenizer(text).input_ids
+    targets = tokenizer.convert_ids_to_tokens(answers["labels"][answers["labels"] != IGNORE])
+    end = ["</s>", *["▁"] * legacy, "\n"]
+    assert targets == ["o", "n", "e", "▁a", "▁b", "a", "d", *end, "t", "w", "o", *end]
 
 
 def test_a_message_with_keys_that_are_null_has_those_of_the_other_format() -> None:
