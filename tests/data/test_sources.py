@@ -293,6 +293,26 @@ def test_conversations_have_the_tokens_of_the_whole_text(legacy: bool, tmp_path:
     assert targets == ["o", "n", "e", "▁a", "▁b", "a", "d", *end, "t", "w", "o", *end]
 
 
+def test_what_starts_the_first_turn_is_no_target_if_the_assistant_has_it(files: Path, tmp_path: Path) -> None:
+    """As in ShareGPT. Some templates add a system message, as that of Qwen 2.5."""
+    words = (*TEXT[:1], *TEXT[2:], "dataset=chat", f"dataset.path={files / 'chat.jsonl'}", "dataset.max_length=128")
+    load(*words, "dataset.chat_template=zephyr").tokenizer.save(tmp_path)
+    settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    settings["chat_template"] = (
+        "{% if messages[0].role != 'system' %}[system] be nice{% endif %}"
+        "{% for m in messages %}[{{ m.role }}]{{ m.content }}{{ eos_token }}{% endfor %}"
+        "{% if add_generation_prompt %}[assistant]{% endif %}"
+    )
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    turns = [{"role": "assistant", "content": "xylophone"}, *conversation("a red tree")["messages"]]
+    path = write_lines(tmp_path / "first.jsonl", [{"messages": turns}] * 8)
+    words = (*words, f"dataset.path={path}", f"model.tokenizer={tmp_path}", "model.vocab_size=null")
+    data = load(*words)
+    labels = data.train[0]["labels"]
+    found = AutoTokenizer.from_pretrained(tmp_path).decode(labels[labels != IGNORE])
+    assert found == "xylophone</s>one a red</s>two</s>"
+
+
 def test_a_message_with_keys_that_are_null_has_those_of_the_other_format() -> None:
     """As in Parquet, where all rows have the same keys."""
     for old in ({"role": "user", "content": "a"}, {"from": "human", "value": "a"}):

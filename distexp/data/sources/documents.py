@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
+from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -180,8 +180,6 @@ def _conversation_encoder(dataset: DatasetConfig, tokenizer: Tokenizer) -> Encod
         )
 
     def render(messages: Sequence[Mapping[str, Any]], place: str, *, prompt: bool = False) -> str:
-        if not messages:
-            return ""
         try:
             text: str = chat.apply_chat_template(
                 list(messages), tokenize=False, chat_template=template, add_generation_prompt=prompt
@@ -201,8 +199,13 @@ def _conversation_encoder(dataset: DatasetConfig, tokenizer: Tokenizer) -> Encod
         for index, turn in enumerate(turns):
             if turn["role"] != "assistant":
                 continue
-            before = render(turns[:index], row.place, prompt=True)
             after = render(turns[: index + 1], row.place)
+            if index:
+                before = render(turns[:index], row.place, prompt=True)
+            else:  # The template may refuse an empty list. What starts the first turn is the same with other contents.
+                others = [render([turn | {"content": text}], row.place) for text in "xy"]
+                same = takewhile(lambda found: len(set(found)) == 1, zip(after, *others, strict=False))
+                before = after[: len(list(same))]
             if not (whole.startswith(after) and after.startswith(before)) and dataset.targets == "answer":
                 raise ConfigError(
                     f"{row.place}: the chat template of {tokenizer.name} changes earlier turns, so the answers cannot "
