@@ -175,10 +175,10 @@ def test_damaged_files_of_the_cache_change_no_sample(
         assert tokens() == whole
 
 
-@pytest.mark.parametrize("share", [0.1, 0.25, 0.5, 0.03])
+@pytest.mark.parametrize("share", [0.1, 0.25, 0.5, 0.03, 0.03014, 0.99996])
 def test_the_share_is_exact_spread_and_does_not_depend_on_the_number_of_rows(share: float) -> None:
-    held_out = [index for index in range(10_000) if is_held_out(index, share)]
-    assert abs(len(held_out) - 10_000 * share) <= 1
+    held_out = [index for index in range(100_000) if is_held_out(index, share)]
+    assert abs(len(held_out) - 100_000 * share) <= 1
     assert held_out[0] == 0
     assert max(np.diff(held_out)) <= 2 / share
     assert len(set(np.diff(held_out))) > 1, "the places are not regular"
