@@ -27,6 +27,12 @@ from distexp.system.typed_values import number_of
 
 MAX_REFERENCES = 3  # Most references to try. One that fails, as out of memory, is followed by the next.
 
+DROPOUT = (
+    "the model has a dropout rate of {rate:g}, with which each strategy draws other random numbers: set the rate to 0 "
+    "to compare them"
+)
+"""Why losses that differ are not compared, if no override switches the dropout of a custom model off."""
+
 
 @dataclass(frozen=True)
 class LossCheck:
@@ -86,6 +92,9 @@ class LossChecker:
             # A trial of equal steps is there already, or one is run.
             found = None if without_dropout else _compare_trials(own, reference.completed, precision)
             found = found or _compare_trials(own, self._run_reference(reference, steps, without_dropout), precision)
+            rate = max((trial.dropout or 0.0 for trial in own), default=0.0)
+            if found is not None and rate and not found.equal:
+                return LossCheck(label(reference), reason=DROPOUT.format(rate=rate))
             if found is not None:
                 configs = [candidate.config for candidate in (reference, winner) if candidate.config is not None]
                 has_single = any(load_strategy(config).is_reference for config in configs)
@@ -132,13 +141,15 @@ def references_of(
 
 
 def dropout_overrides(candidate: Candidate) -> tuple[str, ...]:
-    """Return the override without dropout, if the model may have some: by default it has its own rates."""
+    """Return the overrides without dropout, if the model may have some: by default it has its own rates."""
     assert candidate.config is not None
-    model = candidate.config.model
-    if model.dropout == 0 or "dropout" not in model.keys:
-        return ()
+    model, adapter = candidate.config.model, candidate.config.adapter
+    may_have = model.dropout != 0 and "dropout" in model.keys
     without = model.dropout is None and any(trial.dropout == 0 for trial in candidate.completed)
-    return () if without else ("model.dropout=0",)
+    found = ["model.dropout=0"] if may_have and not without else []
+    if adapter.freezes_model and adapter.dropout:
+        found.append("adapter.dropout=0")
+    return tuple(found)
 
 
 def _compare_trials(own: Sequence[Trial], others: Sequence[Trial], precision: str) -> LossComparison | None:

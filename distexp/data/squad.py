@@ -206,7 +206,7 @@ def _tokenize_split(
     return samples, counts
 
 
-FORMAT = "tokens-v2"
+FORMAT = "tokens-v3"
 """Prefix of cache entries; a change of the stored arrays needs a new version."""
 
 
@@ -290,10 +290,10 @@ def _write_tokens(folder: Path, *, examples: Sequence[Example], tokenizer: Token
     (folder / "counts.json").write_text(json.dumps({"examples": len(examples), **encoder.counts}))
 
 
-def _parts(example: Example) -> tuple[str, str, str]:
+def _parts(example: Example, space: str) -> tuple[str, str, str]:
     """Return question, context and answer as they are tokenized; the answer is empty if there is none."""
-    answer = f" {example.answers[0]}" if example.answers else ""
-    return f"Question: {example.question} Context:", f" {example.context}", answer
+    answer = f"{space}{example.answers[0]}" if example.answers else ""
+    return f"Question: {example.question} Context:", f"{space}{example.context}", answer
 
 
 class _ExampleEncoder:
@@ -305,11 +305,11 @@ class _ExampleEncoder:
 
     def __init__(self, examples: Sequence[Example], tokenizer: Tokenizer, max_length: int) -> None:
         self._tokenizer, self._max_length = tokenizer, max_length
-        parts = [_parts(example) for example in examples]
+        parts = [_parts(example, tokenizer.space) for example in examples]
         self._questions = self._encode(question for question, _, _ in parts)
         self._contexts = self._encode(context for _, context, _ in parts)
         self._answers = self._encode(answer for _, _, answer in parts if answer)
-        self._answer_mark = tokenizer.encode_batch([" Answer:"])[0]
+        self._answer_mark = tokenizer.encode_batch([f"{tokenizer.space}Answer:"])[0]
         self._end = np.asarray([tokenizer.eos_id], dtype=np.int32)
         self.counts = dict.fromkeys(("cut", "lost", "left_out", "unanswered"), 0)
 
@@ -318,7 +318,7 @@ class _ExampleEncoder:
         if not example.answers:
             self.counts["unanswered"] += 1
             return None
-        question_text, context_text, answer_text = _parts(example)
+        question_text, context_text, answer_text = _parts(example, self._tokenizer.space)
         question, context = self._questions[question_text], self._contexts[context_text]
         answer = np.concatenate([self._answers[answer_text], self._end])
         room = self._max_length - len(question) - len(self._answer_mark) - len(answer)

@@ -5,6 +5,7 @@ import json
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -49,6 +50,15 @@ class Tokenizer(ABC):
         starts = range(0, len(texts), ENCODE_BATCH_SIZE)
         batches = (self._encode(list(texts[start : start + ENCODE_BATCH_SIZE])) for start in starts)
         return [np.asarray(ids, dtype=np.int32) for batch in batches for ids in batch]
+
+    @cached_property
+    def space(self) -> str:
+        """Return what to put before a part of a text that follows another one, to encode it alone as in the whole text.
+
+        It is empty for a tokenizer that puts a space before each text, as that of Llama 2: it would encode two.
+        """
+        whole, *parts = self.encode_batch(["b a", "b", "a"])
+        return "" if np.array_equal(whole, np.concatenate(parts)) else " "
 
     @abstractmethod
     def _encode(self, texts: list[str]) -> Iterable[Sequence[int]]: ...

@@ -378,8 +378,8 @@ def max_positions(model: nn.Module) -> int | None:
 
 def learned_positions(model: nn.Module) -> int | None:
     """Return the number of learned positions, which no sequence can exceed; None if the model has none."""
-    limit, tokens = max_positions(model), [module for _, module in find_embeddings(model)]
-    others = (module for module in model.modules() if all(module is not other for other in tokens))
+    limit, tokens = max_positions(model), find_embeddings(getattr(model, "module", model))
+    others = (module for module in model.modules() if all(module is not other for _, other in tokens))
     sizes = () if limit is None else (limit, limit + 2)
     tables = [table for table in others if isinstance(table, nn.Embedding) and table.num_embeddings in sizes]
     # OPT and BART have two more rows. RoBERTa, with a plain table, counts from the row after that of the padding.

@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
-from distexp.config import ConfigError
+from distexp.config import ConfigError, ModelConfig
 
 DROPOUT_ENDINGS = ("dropout", "pdrop", "dropout_prob", "dropout_p", "dropout_rate")
 RANDOM_ENDINGS = (*DROPOUT_ENDINGS, "layerdrop", "drop_path_rate", "drop_rate", "drop_connect_rate", "jitter_noise")
@@ -54,6 +54,11 @@ def _rate_name(module: nn.Module) -> str | None:
     path = next((attribute for ending, attribute in PATHS.items() if kind.endswith(ending)), None)
     # Models of timm and torchvision give it to a function.
     return path or ("drop_rate" if type(getattr(module, "drop_rate", None)) in (int, float) else None)
+
+
+def zero_hint(model: ModelConfig) -> str:
+    """Return what to type for a model without dropout. A custom model may not have the key."""
+    return "set model.dropout=0" if "dropout" in model.keys else "set it to 0"
 
 
 def set_configured_dropout(config: Any, rate: float) -> bool:

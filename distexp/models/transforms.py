@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from distexp.config import WHOLE_MODEL, Config, ConfigError
 from distexp.config.tasks import task_of
 from distexp.exceptions import first_line
-from distexp.models.dropout import dropout_rates
+from distexp.models.dropout import dropout_rates, zero_hint
 from distexp.models.objective import Entropy, entropy_of
 from distexp.runs.texts import out_of_memory_status, refusal_number
 from distexp.system.cache_dir import VARIABLE, cache_dir, explain_refusal
@@ -293,7 +293,7 @@ def check_dropout(model: nn.Module, config: Config) -> None:
     for name, rate in dropout_rates(model).items():
         raise ConfigError(
             f"{typed} gives wrong gradients with dropout, but {type(model).__name__} has "
-            f"{name}={rate:g}: set model.dropout=0, or use train.activation_checkpointing=true in its place"
+            f"{name}={rate:g}: {zero_hint(config.model)}, or use train.activation_checkpointing=true in its place"
         )
 
 

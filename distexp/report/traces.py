@@ -6,7 +6,7 @@ import json
 import math
 import statistics
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations
 from pathlib import Path
@@ -227,7 +227,7 @@ Those of ``kernel_options`` should not either, except for an own loss.
 """
 
 
-DROPOUT = "With dropout or skipped paths, strategies draw other random numbers. To compare them, set model.dropout=0."
+DROPOUT = "With dropout or skipped paths, strategies draw other random numbers. To compare them, set {}."
 BATCH_NORMS = (
     " Batch norms, if the model has any, use the samples of one worker, and the evaluation the statistics of rank 0, "
     "as with DDP. So losses depend on the micro-batch size and on the number of workers."
@@ -264,6 +264,13 @@ def compare_losses(curves: Sequence[LossCurve]) -> Iterator[str]:
             yield _compare(alike, task_name(alike[0].trace.row.settings) if several_tasks else "")
 
 
+def _switch_off(config: Mapping[str, Any]) -> str:
+    """Return what to set for a training without dropout. A custom model may not have the key ``model.dropout``."""
+    model, adapter = config.get("model") or {}, config.get("adapter") or {}
+    found = ["model.dropout=0" if "dropout" in model.get("keys", ["dropout"]) else "the rates of the model to 0"]
+    return " and ".join(found + ["adapter.dropout=0"] * bool(adapter.get("dropout")))
+
+
 def _compare(curves: Sequence[LossCurve], task: str) -> str:
     """Describe the largest difference of any two runs at a step that both logged."""
     pairs = list(combinations(curves, 2))
@@ -281,8 +288,10 @@ def _compare(curves: Sequence[LossCurve], task: str) -> str:
     if largest > curves[0].tolerance:
         pair = f"{one.name} and {other.name}"
         difference = f"Different losses: {runs} differ by up to {100 * largest:.2g}%, at step {step} of {pair}."
-        has_dropout = any(model and model.dropout for model in built)
-        return f"{difference} {DROPOUT}" if has_dropout else difference + batch_norms
+        configs = [
+            curve.trace.row.record.config for curve, model in zip(curves, built, strict=True) if model and model.dropout
+        ]
+        return f"{difference} {DROPOUT.format(_switch_off(configs[0]))}" if configs else difference + batch_norms
     gap = f"agree within {100 * largest:.2g}%" if largest else "are equal"
     evaluated = ((*largest_difference(one, other, "evaluation"), one, other) for one, other in pairs)
     apart, step, one, other = max(evaluated, key=lambda difference: difference[0])

@@ -85,9 +85,10 @@ def check_task(config: Config) -> Iterator[str]:
             f"dataset={dataset.name} is for {tasks}, but model={model.name} is for {model.task}: "
             f"{models}dataset={TASKS[model.task].datasets}"
         )
-    for setting in ("train.logits=targets", "train.loss=chunked", "train.loss=own"):
-        is_set = setting in (f"train.logits={config.train.logits}", f"train.loss={config.train.loss}")
-        if is_set and not TASKS[model.task].is_causal:
+    causal = ("train.logits=targets", "train.loss=chunked", "train.loss=own")
+    for setting in (*causal, "dataset.targets=all", "dataset.chat_template=zephyr"):
+        section, key, value = re.split("[.=]", setting)
+        if getattr(getattr(config, section), key) == value and not TASKS[model.task].is_causal:
             yield f"{setting} is for causal_lm, but model={model.name} is for {model.task}: leave it out"
     if config.train.score_answers and not TASKS[model.task].is_causal:
         yield f"train.score_answers=true is for causal_lm, but model={model.name} is for {model.task}: leave it out"

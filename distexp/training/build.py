@@ -201,7 +201,7 @@ def build_model(
         transforms.use_fp32_batch_norms(blueprint.model)
     transforms.transform_blocks(blueprint.model, config)
     if context.slices > 1:
-        share_tokens(blueprint.model, context)
+        share_tokens(blueprint.model, config, context)
     return blueprint
 
 

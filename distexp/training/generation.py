@@ -83,7 +83,8 @@ class GreedyGenerator:
         ids = torch.full((len(prompts), capacity), self.tokenizer.pad_id, device=self.device)
         for row, prompt in zip(ids, prompts, strict=True):
             row[: len(prompt)] = torch.from_numpy(prompt.astype(np.int64))
-        limit = blueprint.max_positions(self.model.module) or capacity
+        module = self.model.module
+        limit = blueprint.learned_positions(module) or blueprint.max_positions(module) or capacity
         lengths = torch.tensor(starts, device=self.device)
         unfinished = torch.tensor(wanted, device=self.device)
         rows = torch.arange(len(prompts), device=self.device)

@@ -194,6 +194,9 @@ def scale_of(found: Tensor, right: Tensor) -> float:
     return float(left @ other / (other @ other).clamp(min=1e-60))
 
 
+MULTIPLE = 0.02
+"""By how much of its largest value a tensor may differ from a multiple of another one."""
+
 WRONG_FORMULAS = {
     "old_norm": "the gradients are clipped by the norm of the step before",
     "decay_in_gradient": "the weight decay is added to the gradient (as Adam does), not to the weight (as AdamW does)",
@@ -295,7 +298,7 @@ def explain_gradients(
     detail |= {"scale": scale, "scale_residual": float((wrong - scale * whole).norm() / wrong.norm().clamp(min=1e-60))}
     detail["scales"] = {name: scale_of(found[name], right[name]) for name in names[:50]}
     detail["are_multiples"] = all(
-        distance(found[name], scale * right[name]) < 0.02 * largest(found[name])
+        distance(found[name], scale * right[name]) < MULTIPLE * largest(found[name])
         for name, scale in detail["scales"].items()
     )
     detail["zeros"] = share_of_zeros(wrong, whole, 1e-4)

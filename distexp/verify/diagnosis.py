@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from math import sqrt
 from typing import Any
 
-from distexp.verify.arithmetic import WRONG_FORMULAS
+from distexp.verify.arithmetic import MULTIPLE, WRONG_FORMULAS
 
 
 @dataclass
@@ -179,8 +179,9 @@ class Explanation:
         if detail["zeros"]:
             share = f"{detail['zeros']:.1%} of the gradients of {where} are 0, and the others are right"
             return Cause("gradient_lost", f"{share}: those of some rows, tokens or of a shard are lost")
-        if detail["are_multiples"] and not all(self._is(scale, 1.0) for scale in detail["scales"].values()):
-            few = ", ".join(f"{name} {scale:.2f}" for name, scale in list(detail["scales"].items())[:3])
+        scales = sorted(detail.get("scales", {}).items(), key=lambda each: -abs(each[1] - 1))  # the most wrong first
+        if detail["are_multiples"] and abs(scales[0][1] - 1) > max(MULTIPLE, self.close):
+            few = ", ".join(f"{name} {scale:.2f}" for name, scale in scales[:3])
             return Cause("scaled_differently", f"the gradients of {where} are scaled by different factors: {few}")
         found = f"the gradients of {where} are no multiples of those of single (relative error {first.error:.1e})"
         amplified = AMPLIFIED if detail.get("has_batch_norms") else ""

@@ -62,3 +62,10 @@ def test_only_a_model_with_dropout_is_compared_without_it(
     candidate = Candidate(("strategy=ddp",), ("strategy=ddp",), 1, config=config)
     candidate.trials = (Trial(5, "completed", dropout=measured),)
     assert dropout_overrides(candidate) == (("model.dropout=0",) if compared_without else ())
+
+
+def test_an_adapter_is_compared_without_its_dropout() -> None:
+    config = resolve_cell("model=gpt_tiny", "dataset=synthetic", "adapter=lora", "adapter.dropout=0.1")
+    candidate = Candidate(("strategy=ddp",), ("strategy=ddp",), 1, config=config)
+    candidate.trials = (Trial(5, "completed", dropout=0.1),)
+    assert dropout_overrides(candidate) == ("adapter.dropout=0",)

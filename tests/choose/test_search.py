@@ -152,6 +152,22 @@ def test_there_is_no_winner_if_all_losses_differ(tmp_path: Path, capsys: pytest.
     assert "A batch norm may amplify rounding. To compare the gradients: distexp verify " in capsys.readouterr().out
 
 
+def test_losses_of_a_custom_model_with_dropout_are_not_compared(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No override switches its dropout off, so different losses are no error."""
+
+    def loss(config: Config, step: int) -> float:
+        return usual_loss(config, step) * (1.001 if config.strategy.name == "ddp" else 1)
+
+    run_search(tmp_path, FakeLauncher(loss=loss, dropout=0.1), *FEW, "model=gpt_tiny")
+    out = capsys.readouterr().out.replace("\n", " ")
+    assert (
+        "the losses were not compared: the model has a dropout rate of 0.1, with which each strategy draws other" in out
+    )
+    assert document(tmp_path)["winner"]["overrides"][0] == "strategy=ddp"
+
+
 @pytest.mark.slow
 def test_dropout_is_off_in_the_check_of_the_losses(tmp_path: Path) -> None:
     launcher = FakeLauncher()

@@ -189,6 +189,14 @@ def test_custom_data_needs_the_collate_function_of_text() -> None:
             "dataset.packing=true is for causal_lm, but model=resnet_tiny is for image_classification: leave it out",
         ),
         (
+            ("model.task=seq2seq_lm", "dataset=chat", "dataset.path=any", "dataset.targets=all"),
+            "dataset.targets=all is for causal_lm, but model=bloom_tiny is for seq2seq_lm: leave it out",
+        ),
+        (
+            ("model.task=seq2seq_lm", "dataset=chat", "dataset.path=any", "dataset.chat_template=zephyr"),
+            "dataset.chat_template=zephyr is for causal_lm, but model=bloom_tiny is for seq2seq_lm: leave it out",
+        ),
+        (
             ("model=resnet_tiny", "dataset=tinyimagenet_sample", "dataset.bucketing=true"),
             "dataset.bucketing=True is not a key of dataset=tinyimagenet_sample",
         ),

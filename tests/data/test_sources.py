@@ -33,6 +33,7 @@ from distexp.distributed.context import Context
 from distexp.runs.record import RunRecord
 from distexp.system.seeding import seed_everything
 from distexp.training.build import load_data, model_factory, token_counts
+from tests.helpers.datasets import save_sentencepiece
 from tests.helpers.hand_written_loop import NativeLoop
 from tests.helpers.runs import resolve_cell, run_distexp
 
@@ -200,10 +201,10 @@ def test_damaged_files_of_the_cache_change_no_sample(
         assert tokens() == whole
 
 
-@pytest.mark.parametrize("share", [0.1, 0.25, 0.5, 0.03])
+@pytest.mark.parametrize("share", [0.1, 0.25, 0.5, 0.03, 0.03014, 0.99996])
 def test_the_share_is_exact_spread_and_does_not_depend_on_the_number_of_rows(share: float) -> None:
-    held_out = [index for index in range(10_000) if is_held_out(index, share)]
-    assert abs(len(held_out) - 10_000 * share) <= 1
+    held_out = [index for index in range(100_000) if is_held_out(index, share)]
+    assert abs(len(held_out) - 100_000 * share) <= 1
     assert held_out[0] == 0
     assert max(np.diff(held_out)) <= 2 / share
     assert len(set(np.diff(held_out))) > 1, "the places are not regular"
@@ -300,6 +301,42 @@ def test_answers_of_a_conversation_are_the_targets_by_the_template_of_the_tokeni
         counts = [int((samples[index]["labels"][1:] != IGNORE).sum()) for index in range(len(samples))]
         assert token_counts(samples)[1].tolist() == counts  # type: ignore[union-attr]
     assert torch.equal(whole.train[0]["labels"], whole.train[0]["input_ids"])
+
+
+@pytest.mark.parametrize("legacy", [False, True])
+def test_conversations_have_the_tokens_of_the_whole_text(legacy: bool, tmp_path: Path) -> None:
+    """Tokenizers of SentencePiece put a space before a text. Tokenized one by one, each turn would start with one."""
+    save_sentencepiece(tmp_path, legacy=legacy)
+    write_lines(tmp_path / "chat.jsonl", [conversation("a bad")] * 8)
+    words = (*TEXT[:1], *TEXT[2:], "dataset=chat", f"dataset.path={tmp_path / 'chat.jsonl'}", "dataset.max_length=128")
+    words += (f"model.tokenizer={tmp_path}", "model.vocab_size=null", "dataset.chat_template=zephyr")
+    answers, every = load(*words).train[0], load(*words, "dataset.targets=all").train[0]
+    tokenizer, messages = AutoTokenizer.from_pretrained(tmp_path), conversation("a bad")["messages"]
+    text = "".join(f"<|{message['role']}|>\n{message['content']}</s>\n" for message in messages)
+    assert answers["input_ids"].tolist() == every["input_ids"].tolist() == tokenizer(text).input_ids
+    targets = tokenizer.convert_ids_to_tokens(answers["labels"][answers["labels"] != IGNORE])
+    end = ["</s>", *["▁"] * legacy, "\n"]
+    assert targets == ["o", "n", "e", "▁a", "▁b", "a", "d", *end, "t", "w", "o", *end]
+
+
+def test_what_starts_the_first_turn_is_no_target_if_the_assistant_has_it(files: Path, tmp_path: Path) -> None:
+    """As in ShareGPT. Some templates add a system message, as that of Qwen 2.5."""
+    words = (*TEXT[:1], *TEXT[2:], "dataset=chat", f"dataset.path={files / 'chat.jsonl'}", "dataset.max_length=128")
+    load(*words, "dataset.chat_template=zephyr").tokenizer.save(tmp_path)
+    settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    settings["chat_template"] = (
+        "{% if messages[0].role != 'system' %}[system] be nice{% endif %}"
+        "{% for m in messages %}[{{ m.role }}]{{ m.content }}{{ eos_token }}{% endfor %}"
+        "{% if add_generation_prompt %}[assistant]{% endif %}"
+    )
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    turns = [{"role": "assistant", "content": "xylophone"}, *conversation("a red tree")["messages"]]
+    path = write_lines(tmp_path / "first.jsonl", [{"messages": turns}] * 8)
+    words = (*words, f"dataset.path={path}", f"model.tokenizer={tmp_path}", "model.vocab_size=null")
+    data = load(*words)
+    labels = data.train[0]["labels"]
+    found = AutoTokenizer.from_pretrained(tmp_path).decode(labels[labels != IGNORE])
+    assert found == "xylophone</s>one a red</s>two</s>"
 
 
 def test_a_message_with_keys_that_are_null_has_those_of_the_other_format() -> None:

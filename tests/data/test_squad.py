@@ -17,7 +17,7 @@ from distexp.data import squad as qa
 from distexp.data.base import IGNORE, TaskData
 from distexp.data.squad import Example, QASamples, normalize_whitespace
 from distexp.data.squad_json import find_small_file_error
-from tests.helpers.datasets import TEXT_MODEL
+from tests.helpers.datasets import TEXT_MODEL, save_sentencepiece
 from tests.helpers.datasets import dataset as dataset_config
 
 
@@ -45,6 +45,15 @@ def write_small_squad(tmp_path: Path, **keys: Any) -> DatasetConfig:
         (tmp_path / f"{name}.json").write_text(json.dumps(content))
     paths = {"train_path": str(tmp_path / "train.json"), "eval_path": str(tmp_path / "dev.json")}
     return dataset_config("squad", **{"max_length": 64, **paths, **keys})
+
+
+def test_a_text_has_single_spaces_with_a_tokenizer_that_adds_one(tmp_path: Path) -> None:
+    """As that of Llama 2, which puts a space before each part."""
+    save_sentencepiece(tmp_path, legacy=True)
+    model = replace(TEXT_MODEL, tokenizer=str(tmp_path), vocab_size=None)
+    data = squad.load(write_small_squad(tmp_path, max_length=128), model, 1)
+    text = "Question: Where is Ada? Context: Ada lives in Oslo. Answer: Oslo"
+    assert data.train[0]["input_ids"][:-1].tolist() == data.tokenizer.encode_batch([text])[0].tolist()
 
 
 def decode_answer(data: TaskData, samples: Any, index: int) -> tuple[str, int]:

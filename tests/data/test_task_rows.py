@@ -13,6 +13,7 @@ from distexp.config import ConfigError
 from distexp.data.base import IGNORE, TaskData
 from distexp.data.sources.documents import load_chat, load_text
 from distexp.data.tokenization import HuggingFaceTokenizer, train_byte_tokenizer
+from tests.helpers.datasets import save_sentencepiece
 from tests.helpers.runs import resolve_cell
 
 SENTENCE = ("Ada", "bakes", "bread", "in", "Oslo", "every", "morning")
@@ -151,6 +152,18 @@ def test_the_first_token_of_a_word_has_its_tag(tmp_path: Path) -> None:
         decoded = data.tokenizer.decode(sample["input_ids"].tolist()).split()
         assert found == [tags.get(word, "O") for word in decoded]
         assert sample["labels"].shape == sample["input_ids"].shape
+
+
+def test_tagged_words_have_the_tokens_of_the_whole_text(tmp_path: Path) -> None:
+    """A tokenizer that puts a space before each text would encode two spaces."""
+    save_sentencepiece(tmp_path, legacy=True)
+    rows = [{"tokens": ["bad", "ab", "b"], "tags": ["A", "B", "A"]}] * 8
+    data = load(tmp_path, "token_classification", rows, f"model.tokenizer={tmp_path}", "model.vocab_size=null")
+    ids, labels = data.train[0]["input_ids"].tolist(), data.train[0]["labels"].tolist()
+    assert ids == data.tokenizer.encode_batch(["bad ab b"])[0].tolist()
+    assert [data.tokenizer.decode([token]) for token, label in zip(ids, labels, strict=True) if label != IGNORE] == [
+        *("b", "a", "b")
+    ]
 
 
 CLASS = "a class, which is a name or a number from 0"

@@ -21,6 +21,24 @@ TEXT_MODEL = ModelConfig(name="some_model", task="causal_lm", tokenizer="byte", 
 IMAGE_MODEL = ModelConfig(name="some_model", task="image_classification")
 
 
+def save_sentencepiece(folder: Path, *, legacy: bool) -> None:
+    """Save a tokenizer that puts a space before a text, also after special tokens if ``legacy``, as Llama 2 does."""
+    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    characters = ["<unk>", "</s>", "<pad>", *map(chr, range(33, 127)), "\n", "▁"]
+    vocabulary = {token: number for number, token in enumerate([*characters, "▁▁", "▁a", "▁b"])}
+    merges = [("▁", "▁"), ("▁", "a"), ("▁", "b")]
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, unk_token="<unk>"))
+    if legacy:
+        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    else:
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    tokenizer.decoder = decoders.Metaspace()
+    special = {"unk_token": "<unk>", "eos_token": "</s>", "pad_token": "<pad>"}
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(folder)
+
+
 def real_data() -> Path | None:
     """Return the folder of real data; None if the tests use generated data.
 

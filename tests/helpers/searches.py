@@ -17,7 +17,7 @@ from distexp.launch.launcher import TrialLauncher, TrialRunner
 from distexp.launch.run_dirs import AssignedRun, GitState
 from distexp.runs.metrics import Metrics
 from distexp.runs.record import RunRecord
-from distexp.runs.record_sections import RunError
+from distexp.runs.record_sections import Built, RunError
 from distexp.runs.run_dir import METRICS, RECORD, SPEC
 from tests.helpers.planning import FormulaPlanner, composed
 
@@ -46,6 +46,7 @@ class FakeLauncher:
         interrupt_after: Number of trials after which Ctrl-C arrives.
         seconds: Duration of each trial, with its start-up.
         first_seconds: Duration of the first trial; None: as the others.
+        dropout: Rate of the model in all trials; None: it is unknown.
         ran: Configurations of the trials that ran.
     """
 
@@ -55,6 +56,7 @@ class FakeLauncher:
     interrupt_after: int | None = None
     seconds: float = 0.0
     first_seconds: float | None = None
+    dropout: float | None = None
     ran: list[Config] = field(default_factory=list)
 
     @contextmanager
@@ -89,6 +91,11 @@ class FakeLauncher:
         error = None if status == "completed" else RunError("SomeError", f"it is {status}")
         record = RunRecord(status, run.info, asdict(config), error, metrics=metrics if error is None else Metrics())
         record.memory["torch"] = [{"rank": 0, "peak_allocated_mib": 1000.0 * config.train.micro_batch}]
+        if self.dropout is not None:
+            types = ("float32", "float32", "AdamW", 1)
+            record.built = Built(
+                config.strategy.name, "native", "none", 2, [], 0, None, "none", *types, dropout=self.dropout
+            )
         record.write(run.directory)
         is_first = len(self.ran) == 1 and self.first_seconds is not None
         ended_at = (run.directory / SPEC).stat().st_mtime + (self.first_seconds if is_first else self.seconds)

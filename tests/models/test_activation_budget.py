@@ -74,3 +74,11 @@ def test_a_budget_is_refused_with_the_dropout_of_the_command() -> None:
     budget = ("train.compile=blocks", "train.activation_budget=0.5")
     with pytest.raises(ConfigError, match=r"activation_budget=0.5 gives wrong gradients with model.dropout=0.1: use"):
         resolve_cell("model=gpt_tiny", "model.dropout=0.1", *budget)
+
+
+@pytest.mark.parametrize(("keys", "hint"), [(["dropout"], "set model.dropout=0, or use"), ([], "set it to 0, or use")])
+def test_the_hint_names_the_key_of_the_dropout_only_if_the_model_has_it(keys: list[str], hint: str) -> None:
+    model, config = torch.nn.Sequential(torch.nn.Dropout(0.1)), resolve_cell("model=gpt_tiny", "train.compile=blocks")
+    config.train.activation_budget, config.model.keys = 0.2, keys
+    with pytest.raises(ConfigError, match=f"0.p=0.1: {hint}"):
+        transforms.check_dropout(model, config)

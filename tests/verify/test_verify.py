@@ -324,6 +324,16 @@ def test_batch_norms_may_have_amplified_rounding(residual: float) -> None:
         assert "probably wrong" not in sentence or not has_batch_norms
 
 
+@pytest.mark.parametrize(("scale", "cause"), [(1.004, "gradient_other"), (1.5, "scaled_differently")])
+def test_parameters_are_scaled_differently_only_if_a_factor_is_not_1(scale: float, cause: str) -> None:
+    detail = {"scale": 1.0, "scale_residual": 1.0, "targets": [4, 4], "zeros": 0, "are_multiples": True}
+    detail["scales"] = {"first.weight": 1.0, "head.weight": scale}
+    finding = Finding("gradient", "sgd", 1, ["first.weight", "head.weight"], "head.weight", 2e-2, 2e-5, detail)
+    found = diagnose([finding], 2, 1, "fp32")
+    assert found.id == cause
+    assert ("different factors: head.weight 1.50, first.weight 1.00" in found.sentence) == (scale == 1.5)
+
+
 def test_modules_with_kinks_become_smooth_and_keep_their_shapes() -> None:
     import torch
     from torch import nn

@@ -151,6 +151,16 @@ def test_an_answer_ends_at_the_last_position_of_the_model() -> None:
             sequence = torch.cat([sequence, torch.tensor([[token]])], dim=1)
 
 
+def test_an_answer_of_roberta_ends_at_the_last_position_after_the_padding() -> None:
+    from transformers import RobertaConfig, RobertaForCausalLM
+
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = RobertaForCausalLM(RobertaConfig(**sizes, max_position_embeddings=73, pad_token_id=0, is_decoder=True))
+    answers, engine = generate(model, eos_id=VOCABULARY + 1, most=8)
+    assert [len(answer) for answer in answers] == [8, 8, 2, 8, 0]
+    assert engine.widths == [72] * 8
+
+
 def test_max_positions_of_models() -> None:
     from transformers import GPT2Config, GPT2LMHeadModel
 

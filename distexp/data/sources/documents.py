@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
+from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,7 @@ CORPUS_CHARACTERS = 10_000_000
 BATCH_ROWS, BATCH_CHARACTERS = 1000, 2_000_000
 """Rows and characters that are tokenized together. They limit the memory."""
 
-FORMAT = "rows-v1"
+FORMAT = "rows-v2"
 """Prefix of cache entries; a change of the stored arrays needs a new version."""
 
 ZEPHYR = (
@@ -53,10 +53,10 @@ Encoded = tuple[TokenIds, NDArray[np.bool_]]
 
 @dataclass(frozen=True)
 class Encoder:
-    """Tokens of rows. Parts are tokenized one by one, so that a target never shares a token with a prompt."""
+    """Tokens of rows."""
 
     split: Callable[[Row], list[Segment]]  # returns the parts of a row; none if the row is empty
-    encode: Callable[[list[str]], Sequence[Any]]  # returns the token ids of texts
+    encode: Callable[[list[list[Segment]]], Iterator[Encoded]]  # yields the tokens of rows
     ending: tuple[int, ...]  # token ids after each row
     cuts: bool  # whether a long row becomes several samples. Otherwise it loses its end.
     fingerprint: str
@@ -64,15 +64,38 @@ class Encoder:
     def encode_rows(self, rows: Sequence[Row]) -> Iterator[Encoded | None]:
         """Yield the tokens of each row; None for an empty one."""
         parts = [self.split(row) for row in rows]
-        ids = iter(self.encode([text for row in parts for text, _ in row]) if any(parts) else ())
+        filled = [row for row in parts if row]
+        found = self.encode(filled) if filled else iter(())
+        ending = np.asarray(self.ending, dtype=np.int32)
         for row in parts:
             if not row:
                 yield None
                 continue
-            tokens = [np.asarray(next(ids), dtype=np.int32) for _ in row]
-            flags = [np.full(len(each), is_target) for each, (_, is_target) in zip(tokens, row, strict=True)]
-            ending = np.asarray(self.ending, dtype=np.int32)
-            yield np.concatenate([*tokens, ending]), np.concatenate([*flags, np.ones(len(ending), dtype=bool)])
+            tokens, is_target = next(found)
+            yield np.concatenate([tokens, ending]), np.concatenate([is_target, np.ones(len(ending), dtype=bool)])
+
+
+def _encode_parts(rows: list[list[Segment]], *, encode: Callable[[list[str]], Sequence[Any]]) -> Iterator[Encoded]:
+    """Yield the tokens of rows, part by part, so that a target never shares a token with a prompt."""
+    ids = iter(encode([text for row in rows for text, _ in row]))
+    for row in rows:
+        tokens = [np.asarray(next(ids), dtype=np.int32) for _ in row]
+        flags = [np.full(len(each), is_target) for each, (_, is_target) in zip(tokens, row, strict=True)]
+        yield np.concatenate(tokens), np.concatenate(flags)
+
+
+def _encode_whole(rows: list[list[Segment]], *, encode: Callable[..., Any]) -> Iterator[Encoded]:
+    """Yield the tokens of rows as whole texts, in which SentencePiece puts no space before each part.
+
+    A token is a target if it has a character of one.
+    """
+    found = encode(["".join(text for text, _ in row) for row in rows], return_offsets_mapping=True)
+    for row, ids, spans in zip(rows, found["input_ids"], found["offset_mapping"], strict=True):
+        is_target = np.concatenate([np.full(len(text), is_target) for text, is_target in row])
+        targets = np.append(0, np.cumsum(is_target))  # number before each character
+        starts, ends = np.reshape(spans, (-1, 2)).astype(int).T
+        starts = np.minimum(starts, np.maximum(ends - 1, 0))  # Byte-level tokenizers give a space no characters.
+        yield np.asarray(ids, dtype=np.int32), targets[ends] > targets[starts]
 
 
 def load_text(dataset: DatasetConfig, model: ModelConfig, seed: int) -> TaskData:
@@ -89,7 +112,7 @@ def load_text(dataset: DatasetConfig, model: ModelConfig, seed: int) -> TaskData
     tokenizer = load_tokenizer(model, _corpus(train, (dataset.column,)))
     encoder = Encoder(
         split=lambda row: [(text, True)] if (text := row.values[dataset.column]).strip() else [],
-        encode=tokenizer.encode_batch,
+        encode=partial(_encode_parts, encode=tokenizer.encode_batch),
         ending=(tokenizer.eos_id,),
         cuts=True,
         fingerprint=tokenizer.fingerprint,
@@ -101,8 +124,9 @@ def load_chat(dataset: DatasetConfig, model: ModelConfig, seed: int) -> TaskData
     """Load prompts with answers, or conversations, for a causal LM; only the former for a seq2seq model.
 
     The targets are the answers, or the turns of the assistant; all tokens for ``targets=all``. A prompt without white
-    space at its end is followed by a line break. Conversations have the chat template of the tokenizer. Long rows lose
-    their end, and are left out if no target remains. Raise ConfigError as ``load_text`` does.
+    space at its end is followed by a line break. Conversations have the chat template of the tokenizer, and the tokens
+    of the whole text. Long rows lose their end, and are left out if no target remains. Raise ConfigError as
+    ``load_text`` does.
     """
     length = sequence_length(dataset, model)
     train, held_out = open_rows(dataset, partial(chat_format, task=model.task))
@@ -115,7 +139,7 @@ def load_chat(dataset: DatasetConfig, model: ModelConfig, seed: int) -> TaskData
     else:
         encoder = Encoder(
             split=partial(_split_answer, columns=columns, trains_prompt=dataset.targets == "all"),
-            encode=tokenizer.encode_batch,
+            encode=partial(_encode_parts, encode=tokenizer.encode_batch),
             ending=(tokenizer.eos_id,),
             cuts=False,
             fingerprint=f"{tokenizer.fingerprint} {dataset.targets}",
@@ -156,8 +180,6 @@ def _conversation_encoder(dataset: DatasetConfig, tokenizer: Tokenizer) -> Encod
         )
 
     def render(messages: Sequence[Mapping[str, Any]], place: str, *, prompt: bool = False) -> str:
-        if not messages:
-            return ""
         try:
             text: str = chat.apply_chat_template(
                 list(messages), tokenize=False, chat_template=template, add_generation_prompt=prompt
@@ -177,8 +199,13 @@ def _conversation_encoder(dataset: DatasetConfig, tokenizer: Tokenizer) -> Encod
         for index, turn in enumerate(turns):
             if turn["role"] != "assistant":
                 continue
-            before = render(turns[:index], row.place, prompt=True)
             after = render(turns[: index + 1], row.place)
+            if index:
+                before = render(turns[:index], row.place, prompt=True)
+            else:  # The template may refuse an empty list. What starts the first turn is the same with other contents.
+                others = [render([turn | {"content": text}], row.place) for text in "xy"]
+                same = takewhile(lambda found: len(set(found)) == 1, zip(after, *others, strict=False))
+                before = after[: len(list(same))]
             if not (whole.startswith(after) and after.startswith(before)) and dataset.targets == "answer":
                 raise ConfigError(
                     f"{row.place}: the chat template of {tokenizer.name} changes earlier turns, so the answers cannot "
@@ -188,10 +215,10 @@ def _conversation_encoder(dataset: DatasetConfig, tokenizer: Tokenizer) -> Encod
             done = len(after)
         return [(whole, True)] if dataset.targets == "all" else [*parts, (whole[done:], False)]
 
-    def encode(texts: list[str]) -> Sequence[Any]:
-        ids: Sequence[Any] = chat(texts, add_special_tokens=False, return_attention_mask=False)["input_ids"]
-        return ids
-
+    options = {"add_special_tokens": False, "return_attention_mask": False}
+    whole = partial(_encode_whole, encode=partial(chat, **options))
+    parts = partial(_encode_parts, encode=lambda texts: chat(texts, **options)["input_ids"])
+    encode = whole if getattr(chat, "is_fast", False) else parts  # Others do not know the place of a token.
     return Encoder(
         split, encode, ending=(), cuts=False, fingerprint=f"{tokenizer.fingerprint} {dataset.targets} {template}"
     )

@@ -127,8 +127,8 @@ def is_held_out(index: int, share: float) -> bool:
 
     It does not depend on the number of rows, so that they can be read as a stream. The first row always is.
     """
-    parts = 10_000
-    taken = max(1, round(share * parts))
+    parts = 10**12
+    taken = min(max(1, round(share * parts)), parts - 1)
     group = index * taken // parts
     start, end = (-(-number * parts // taken) for number in (group, group + 1))
     drawn = (group * 2_654_435_761 % 2**32) * (end - start) >> 32

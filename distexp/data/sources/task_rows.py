@@ -139,7 +139,8 @@ class RowEncoder:
 
     def _tag(self, items: Sequence[Item], name: str) -> text.LabeledTokens:
         """Return words whose class is a label at the first token. All but the first start with a space."""
-        spaced = [f" {each}" if place else each for _, row, _ in items for place, each in enumerate(row)]
+        space = self.tokenizer.space
+        spaced = [space + each if place else each for _, row, _ in items for place, each in enumerate(row)]
         pieces = iter(self.tokenizer.encode_batch(spaced))
         before, after = (np.full(len(special), IGNORE) for special in self.tokenizer.affixes)
         inputs, labels = [], []

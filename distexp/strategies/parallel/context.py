@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from distexp.config import ConfigError
+from distexp.config import Config, ConfigError
 from distexp.data.base import TokenSlice
 from distexp.distributed.context import Context
-from distexp.models.dropout import dropout_rates
+from distexp.models.dropout import dropout_rates, zero_hint
 from distexp.models.head import HeadForward
 from distexp.models.transforms import find_blocks
 from distexp.strategies.parallel.checks import CONTEXT_TYPES
@@ -132,7 +132,7 @@ class Exchange:
             )
 
 
-def share_tokens(model: nn.Module, context: Context) -> None:
+def share_tokens(model: nn.Module, config: Config, context: Context) -> None:
     """Let a model compute a slice of the tokens of each row, and exchange heads in its attentions; a collective.
 
     Raise ConfigError if the model does not support that.
@@ -144,7 +144,7 @@ def share_tokens(model: nn.Module, context: Context) -> None:
     for name, rate in rates.items():
         raise ConfigError(
             f"{typed} does not support dropout, because workers with the same rows would drop the same units of other "
-            f"tokens, but {type(model).__name__} has {name}={rate:g}: set model.dropout=0"
+            f"tokens, but {type(model).__name__} has {name}={rate:g}: {zero_hint(config.model)}"
         )
     blocks = [block for _, block in find_blocks(model, needed_for=typed, alternative=WHOLE)]
     shape = (context.data_parallel, context.slices, context.tensor)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from distexp.config import Config, ConfigError
 from distexp.distributed.context import Context
 from distexp.models.blueprint import Blueprint, find_embeddings, has_tied_embeddings, persistent_buffers
-from distexp.models.dropout import dropout_rates
+from distexp.models.dropout import dropout_rates, zero_hint
 from distexp.models.transforms import find_blocks
 from distexp.strategies.communication import STAGES, build_shared_mesh
 from distexp.strategies.parallel.checks import PIPELINE, PIPELINE_TYPES, cut_evenly, schedule_of, stages_of_worker
@@ -51,7 +51,7 @@ class PipelineCut:
         self.own, self.last = places[self.worker], len(self.worker_of) - 1
         typed = f"{PIPELINE}={self.workers}"
         self.blocks = [block for _, block in find_blocks(model, needed_for=typed, alternative=WHOLE)]
-        _check(model, typed, len(self.blocks), len(self.worker_of))
+        _check(model, config, len(self.blocks), len(self.worker_of))
         self.before, self.after = _outer_modules(model, self.blocks)
         sizes = [size_of([block]) for block in self.blocks]
         self.bounds = cut_evenly(size_of(self.before), sizes, size_of(self.after), len(self.worker_of))
@@ -207,8 +207,9 @@ class PipelineCut:
         return [{**group, key: sorted(group[key], key=lambda name: order.get(name, -1))} for group in merged]
 
 
-def _check(model: nn.Module, typed: str, blocks: int, stages: int) -> None:
+def _check(model: nn.Module, config: Config, blocks: int, stages: int) -> None:
     """Raise ConfigError if a model cannot be cut into stages. The launcher has not seen all models."""
+    typed = f"{PIPELINE}={config.parallel.pipeline}"
     kind = getattr(getattr(model, "config", None), "model_type", None)
     if kind is not None and kind not in PIPELINE_TYPES:
         raise ConfigError(
@@ -224,7 +225,7 @@ def _check(model: nn.Module, typed: str, blocks: int, stages: int) -> None:
     for name, rate in rates.items():
         raise ConfigError(
             f"{typed} does not support dropout, because the workers of a group have the same random numbers, but "
-            f"{type(model).__name__} has {name}={rate:g}: set model.dropout=0"
+            f"{type(model).__name__} has {name}={rate:g}: {zero_hint(config.model)}"
         )
 
 

@@ -25,7 +25,7 @@ from distexp.config import Config, ConfigError
 from distexp.distributed.context import Context
 from distexp.models.adapter import ADAPTER
 from distexp.models.blueprint import find_embeddings
-from distexp.models.dropout import dropout_rates
+from distexp.models.dropout import dropout_rates, zero_hint
 from distexp.models.transforms import find_blocks
 from distexp.strategies.communication import TENSOR
 from distexp.strategies.parallel.expert import find_experts
@@ -206,7 +206,8 @@ class Cutter:
         for name, rate in rates.items():
             raise ConfigError(
                 f"parallel.tensor={mesh.size()} does not support dropout, because workers of a group would drop the "
-                f"same units of different heads, but {type(model).__name__} has {name}={rate:g}: set model.dropout=0"
+                f"same units of different heads, but {type(model).__name__} has {name}={rate:g}: "
+                f"{zero_hint(config.model)}"
             )
         blocks = find_blocks(model, needed_for="parallel.tensor", alternative="parallel.tensor=1")
         plan = plan_of(model, with_experts=config.parallel.expert == 1)

@@ -302,7 +302,12 @@ def test_equal_and_different_losses_are_reported(tmp_path: Path) -> None:
     assert same[1].built is not None
     same[1].built.dropout = 0.1  # of the architecture
     same[1].write(other / "1")
-    assert "With dropout or skipped paths, strategies draw other random numbers." in text_of(other, "losses")
+    advice = "With dropout or skipped paths, strategies draw other random numbers. To compare them, set "
+    for keys, hint in ((["dropout"], "model.dropout=0."), (["options"], "the rates of the model to 0.")):
+        for run in same:
+            run.config["model"]["keys"] = keys
+            run.write(other / str(run.run.number))
+        assert advice + hint in text_of(other, "losses")
     assert "of run 0 (strategy=ddp) and run 1 (strategy=fsdp)." in text
 
 
