@@ -16,6 +16,7 @@ from distexp.exceptions import SweepFailedError
 from distexp.measure import run_energy
 from distexp.plan.estimate import Estimate
 from distexp.runs.run_dir import CHOICE
+from distexp.system.cgroups import cpu_count
 from tests.helpers.planning import FormulaPlanner, linear_estimate
 from tests.helpers.searches import FakeLauncher, run_search, usual_loss, usual_speed
 
@@ -118,6 +119,19 @@ def test_a_winner_with_other_losses_is_not_taken(tmp_path: Path, capsys: pytest.
     assert "8 steps, largest relative difference 1.0e-03 (the bound is 1e-05)" in out
     assert "-" not in found["sentence"].replace("micro-batch", "")
     assert "or: ddp" not in out
+
+
+def test_losses_that_differ_on_a_cpu_are_compared_again_with_equal_threads(tmp_path: Path) -> None:
+    def loss(config: Config, step: int) -> float:
+        return usual_loss(config, step) * (1 + 1e-3 * (config.cluster.cpus_per_worker or 0))
+
+    launcher = FakeLauncher(loss=loss)
+    run_search(tmp_path, launcher, *FEW)
+    found = document(tmp_path)
+    assert "strategy=ddp" in found["winner"]["overrides"]
+    assert found["losses"]["equal"] is True
+    threads = {config.cluster.cpus_per_worker for config in launcher.ran if config.strategy.name == "single"}
+    assert len(threads) == min(2, cpu_count())
 
 
 def test_an_interrupted_check_names_no_candidate_with_other_losses(
