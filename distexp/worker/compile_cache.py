@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from distexp.config import ConfigError
+from distexp.config.overrides import shell_quote
 from distexp.system.cache_dir import cache_dir
 from distexp.system.torch_internals.compilation import CACHE_VARIABLE, cache_autograd_functions, default_compile_cache
 
@@ -51,6 +52,7 @@ def _check_private(folder: Path) -> None:
         )
     if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise ConfigError(
-            f"other users can write to {folder}, and compiled code is executed: type chmod go-w {folder}, or set the "
-            f"environment variable {CACHE_VARIABLE} to a private folder"
+            f"other users can write to {folder}, and compiled code is executed: "
+            f"type chmod go-w {shell_quote(str(folder))}, or set the environment variable {CACHE_VARIABLE} to a "
+            "private folder"
         )
