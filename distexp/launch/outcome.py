@@ -22,7 +22,7 @@ from distexp.measure.memory.sampler import run_traces, summarize_run
 from distexp.measure.run_energy import TraceEnergy, energy_entry, measure_energy
 from distexp.resolve.run_id import proof_file
 from distexp.runs import attempts, events, predictions, step_files, texts
-from distexp.runs.number_ranges import range_errors
+from distexp.runs.number_ranges import range_errors, without_impossible
 from distexp.runs.record import RunRecord, RunSpec
 from distexp.runs.record_sections import RunError, RunInfo, make_environment
 from distexp.runs.run_dir import ALLOCATOR, DISK_RESERVE, EVENTS, PREFLIGHT, RANK_LOG, RECORD, RESULT, SPEC
@@ -112,12 +112,12 @@ def finalize_run(
     texts.release_reserve(directory)
     with suppress(OSError):  # Nothing needs the rest of a checkpoint, but it may fill the disk.
         remove_unfinished(directory)
-    record, unreadable = _read_result(directory) if all(code == 0 for code in codes.values()) else (None, None)
+    record, wrong = _read_result(directory) if all(code == 0 for code in codes.values()) else (None, "")
     if record is None and stopped is not None:
         error = RunError("Stopped", stopped, failures.current_phase(directory))
         record = failed_record(spec, directory, stopped_status, error, started, ended=ended)
     elif record is None:
-        cause = unreadable or find_cause(spec, directory, codes)
+        cause = _unreadable(directory, wrong) if wrong else find_cause(spec, directory, codes)
         record = failed_record(spec, directory, cause.status, cause.error, started, ended=ended)
     for add, failed in STEPS.items():
         try:
@@ -127,20 +127,32 @@ def finalize_run(
             print(f"distexp: {failed.format(directory=directory)}: {reason}", file=sys.stderr)
     attempts.record_attempt_end(record)
     record.write(directory)
-    if unreadable is None:
+    if not wrong:
         (directory / RESULT).unlink(missing_ok=True)  # The record has all of it.
     return record
 
 
-def _read_result(directory: Path) -> tuple[RunRecord | None, failures.Cause | None]:
-    """Return rank 0's part of the record; or None, and why it cannot be read if it was written."""
+def _read_result(directory: Path) -> tuple[RunRecord | None, str]:
+    """Return rank 0's part of the record, without impossible numbers, and what is wrong with it; None if it has none.
+
+    A training of days must not fail because of one wrong measurement.
+    """
+    path = directory / RESULT
     try:
-        return RunRecord.read(directory / RESULT), None
+        return RunRecord.read(path), ""
     except ValueError as error:
-        if not (directory / RESULT).exists():
-            return None, None
-        message = f"the training has ended, but its result cannot be read: {error}"
-        return None, failures.Cause("failed", RunError("UnreadableResult", message, failures.current_phase(directory)))
+        wrong = str(error) if path.exists() else ""
+    try:
+        record = RunRecord.read(path, without_impossible)
+    except ValueError:
+        return None, wrong
+    print(f"distexp: the record of {directory} lacks a number: {wrong}", file=sys.stderr)
+    return record, wrong
+
+
+def _unreadable(directory: Path, wrong: str) -> failures.Cause:
+    message = f"the training has ended, but its result cannot be read: {wrong}"
+    return failures.Cause("failed", RunError("UnreadableResult", message, failures.current_phase(directory)))
 
 
 def find_cause(spec: RunSpec, directory: Path, codes: Mapping[int, int]) -> failures.Cause:

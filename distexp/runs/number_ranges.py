@@ -109,6 +109,27 @@ def range_errors(content: Any, name: str) -> Iterator[str]:
         yield f"{name}={content} {problem}"
 
 
+def without_impossible(raw: dict[str, Any]) -> dict[str, Any]:
+    """Return the content of a record with null for each number outside of its range."""
+    kept = raw | {section: _drop(raw.get(section), section) for section in SECTIONS}
+    metrics = kept.get("metrics")
+    if isinstance(metrics, dict):
+        listed = metrics.get("step_breakdown")
+        if isinstance(listed, list) and any(error for entry in listed for error in _breakdown_errors(entry)):
+            metrics["step_breakdown"] = None
+        if any(_spread_errors(metrics.get("step_time_s"))):
+            metrics["step_time_s"] = None
+    return kept
+
+
+def _drop(content: Any, name: str) -> Any:
+    if isinstance(content, dict):
+        return {key: value if key in SIGNED else _drop(value, f"{name}.{key}") for key, value in content.items()}
+    if isinstance(content, list):
+        return [_drop(value, name) for value in content]
+    return None if isinstance(content, (int, float)) and find_problem(name, content) else content
+
+
 def _type_errors(key: str, value: Any, name: str) -> Iterator[str]:
     """Yield an error for the value of a key that must have a number, and has something else."""
     is_number = key in NUMBERS or key.endswith((*UNITS, *OTHER_ENDS)) or name.endswith(tuple(BY_NAME))

@@ -115,8 +115,11 @@ class RunRecord:
         write_json(directory / RESULT, asdict(self))
 
     @classmethod
-    def read(cls, path: Path) -> RunRecord:
-        """Read a record or a result. Raise ValueError if it is missing, torn, not a record, or of another schema."""
+    def read(cls, path: Path, repair: Callable[[dict[str, Any]], dict[str, Any]] = lambda raw: raw) -> RunRecord:
+        """Read a record or a result. Raise ValueError if it is missing, torn, not a record, or of another schema.
+
+        ``repair`` returns the content to read.
+        """
         try:
             raw = read_json(path)
         except (OSError, ValueError) as error:
@@ -134,6 +137,7 @@ class RunRecord:
             if message is not None:  # It may have several lines.
                 raw["error"]["message"] = message
         try:
+            raw = repair(raw)
             errors = [
                 *section_errors(Config, raw["config"], complete=raw["status"] != "invalid"),
                 *device_errors(raw["memory"], "memory"),
