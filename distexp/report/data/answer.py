@@ -20,6 +20,7 @@ from distexp.report.data.rows import (
     Row,
     format_noise,
     format_settings,
+    global_batch,
     is_strategy_option,
     name_runs,
     run_label,
@@ -30,6 +31,7 @@ from distexp.statistics.noise import difference_noise
 
 MAX_TASKS = 4
 MAX_NAMED_SETTINGS = 2  # next to the strategy, in a short name
+MICRO_BATCH, FOLLOWING = "micro_batch_size", ("gradient_accumulation_steps",)  # The second follows from the first.
 SAME = 0.005  # relative difference that is none, if the noise is unknown
 SEVERAL = 10.0  # ratio from which no decimals are shown
 LOSS = "eval_loss"
@@ -62,22 +64,31 @@ def strategy_label(group: RunGroup) -> str:
 
 
 def short_name(overview: Overview, group: RunGroup) -> str:
-    """Return ``deepspeed ZeRO-3, offload=true`` for titles and labels; ``run 3`` if too many settings vary."""
+    """Return ``deepspeed ZeRO-3, offload=true`` for titles and labels; ``run 3`` if this needs too many settings."""
     names = [name for name in overview.varied if name != "strategy" and not is_strategy_option(name)]
+    if MICRO_BATCH in names and len({global_batch(one.settings) for one in overview.groups}) == 1:
+        names = [name for name in names if name not in FOLLOWING]
     has_several = len({strategy_label(one) for one in overview.groups}) > 1
+
+    def named(one: RunGroup) -> list[str]:
+        """Return the settings in the name of a run, without those that are off."""
+        return [name for name in names if one.setting(name) is not False and not _has_one_part(name, one)]
 
     first_words = {strategy_label(one).partition(" ")[0] for one in overview.groups}
 
     def name(one: RunGroup) -> str:
-        """Return what distinguishes a run, without the name that all share, and without an option that is off."""
+        """Return what distinguishes a run, without the name that all share."""
         label = strategy_label(one) if has_several else ""
-        chosen = [setting for setting in names if one.setting(setting) is not False]
         shortened = label.partition(" ")[2] if len(first_words) == 1 else ""
-        return ", ".join(filter(None, [shortened or label, format_settings(one.settings, chosen)]))
+        return ", ".join(filter(None, [shortened or label, format_settings(one.settings, named(one))]))
 
-    text = name(group) if len(names) <= MAX_NAMED_SETTINGS else ""
+    text = name(group) if len(named(group)) <= MAX_NAMED_SETTINGS else ""
     is_unique = text and sum(name(one) == text for one in overview.groups) == 1
     return text if is_unique else run_label(group.label)
+
+
+def _has_one_part(name: str, group: RunGroup) -> bool:
+    return name.startswith("parallel.") and group.setting(name) == 1
 
 
 def differs(one: RunGroup, other: RunGroup, metric: str) -> bool:
@@ -346,7 +357,10 @@ def _best_tile(overview: Overview, name: str, title: str, what: str, unit: str) 
     margin = f"the next, {following}, has {ratio}" if ratio else f"the next is {following}"
     if not differs(best.group, others[0].group, name):
         margin = f"about equal to {following}"
-    yield Tile(title + what, shown, f"{overview.describe(best.group)}; {margin}")
+    label, name = run_label(best.group.label), short_name(overview, best.group)
+    described = overview.describe(best.group)
+    described = run_label(best.group.label, name) if described == label != name else described
+    yield Tile(title + what, shown, f"{described}; {margin}")
 
 
 def _efficiency_tiles(scaled: Sequence[ScalingSeries]) -> Iterator[Tile]:

@@ -117,7 +117,7 @@ class Tradeoff:
         if rings:
             ring = alt.Chart(inline_data(rings)).mark_point(filled=False, size=430, strokeWidth=2, color=color("ink"))
             layers.append(ring.encode(x=x, y=y))
-        if self.has_labels:
+        if self.has_labels or rings:
             layers += _labels(points, failed, front, frame, x=x, y=y)
         return alt.layer(*layers, *self._crosses(failed, x, y)).properties(height=HEIGHT)
 
@@ -125,7 +125,7 @@ class Tradeoff:
         """Return the labels of a point, the longest first."""
         is_taken = id(group) in taken
         if not is_taken and count > FEW_POINTS:
-            return [group.label]
+            return [group.label] if self.has_labels else []
         name = short_name(self.overview, group)
         return [f"take {name}", f"take {group.label}", group.label] if is_taken else [name, group.label]
 
