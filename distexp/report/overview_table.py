@@ -26,6 +26,7 @@ from distexp.report.data.overview import (
     rank_by_metric,
     remark_on_scaling,
 )
+from distexp.report.data.reasons import reasons
 from distexp.report.data.repeats import EQUAL, RunGroup, format_metric
 from distexp.report.data.rows import (
     MAX_LENGTH,
@@ -96,6 +97,7 @@ def _short_summary(overview: Overview) -> Iterator[Text]:
     """Yield which run to take or why this is not decided, and what marks in the table mean."""
     yield from map(Text, describe_disturbances(overview))
     yield from (Text(sentence, style="bold") for sentence in headline(overview))
+    yield from map(Text, reasons(overview))
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from pathlib import Path
 from distexp.report.data.answer import build_tiles, describe_tradeoff, headline, recommended, repeat_command
 from distexp.report.data.metrics import CPU_PEAK
 from distexp.report.data.overview import Overview
+from distexp.report.data.reasons import reasons
 from distexp.report.data.rows import load_rows
 from distexp.report.figures import build_figures, count_leading
 from distexp.report.traces import load_traces
@@ -159,6 +160,42 @@ def test_the_answer_of_a_run_is_where_its_memory_goes(tmp_path: Path) -> None:
     assert [figure.name for figure in figures[: count_leading(overview, figures)]] == ["gpu_memory", "cpu_memory"]
     assert figures[0].finding == "GPU memory peaks in the train phase at 30,000 MiB"
     assert [tile.value for tile in build_tiles(overview)] == ["100.0 samples/s", "30,000 MiB", "20 s"]
+
+
+def test_the_answer_of_a_map_names_settings_and_says_whether_and_why_a_run_is_the_fastest() -> None:
+    """Four settings vary, of which one follows from another, and another one is 1 or false in most runs."""
+    cells = {
+        ("ddp", 16, 1, False): (170.0, 58000.0), ("ddp", 4, 1, False): (90.0, 19000.0),
+        ("ddp", 1, 1, False): (25.0, 17000.0), ("fsdp", 16, 1, False): (130.0, 48000.0),
+        ("fsdp", 16, 2, False): (45.0, 22000.0), ("fsdp", 16, 1, True): (110.0, 34000.0),
+    }  # fmt: skip
+    runs = []
+    for n, ((strategy, size, tensor, checkpoints), (speed, peak)) in enumerate(cells.items()):
+        run = record(n, strategy=strategy, speed=speed, peak=peak)
+        run.config["train"] |= {"micro_batch_size": size, "activation_checkpointing": checkpoints}
+        run.config["train"] |= {"global_batch_size": 32, "gradient_accumulation_steps": 16 * tensor // size}
+        run.config["parallel"] |= {"tensor": tensor}
+        run.metrics.speed_error = {"relative": 0.01, "blocks": 10.0}
+        runs.append(run)
+    overview = Overview.from_records(runs)
+    assert list(headline(overview)) == [
+        "Take ddp, micro_batch_size=16: it is 1.31x as fast as the next, fsdp full_shard, micro_batch_size=16, with "
+        "1.21x the memory."
+    ]
+    sure, why = reasons(overview)
+    assert sure.startswith("The difference is more than the noise of the steps, ±")
+    assert sure.endswith("%. Each is one run: repeats=3 shows how much equal runs differ.")
+    assert (
+        why == "What makes it fast: micro_batch_size=16 is 6.80x as fast as 1; ddp is 1.31x as fast as fsdp full_shard."
+    )
+    (figure,) = (one for one in build_figures(overview, []) if one.name == "memory_throughput")
+    assert (
+        figure.finding
+        == "ddp, micro_batch_size=4 needs 67% less memory than ddp, micro_batch_size=16 and loses 47% of the speed"
+    )
+    for run in runs:
+        run.metrics.speed_error = None
+    assert [text[:4] for text in reasons(Overview.from_records(runs))] == ["What"]
 
 
 def test_runs_that_differ_in_the_optimization_are_compared_by_their_loss() -> None:

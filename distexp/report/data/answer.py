@@ -65,14 +65,13 @@ def strategy_label(group: RunGroup) -> str:
 
 def short_name(overview: Overview, group: RunGroup) -> str:
     """Return ``deepspeed ZeRO-3, offload=true`` for titles and labels; ``run 3`` if this needs too many settings."""
-    names = [name for name in overview.varied if name != "strategy" and not is_strategy_option(name)]
-    if MICRO_BATCH in names and len({global_batch(one.settings) for one in overview.groups}) == 1:
-        names = [name for name in names if name not in FOLLOWING]
+    names = varied_settings(overview)
     has_several = len({strategy_label(one) for one in overview.groups}) > 1
 
     def named(one: RunGroup) -> list[str]:
-        """Return the settings in the name of a run, without those that are off."""
-        return [name for name in names if one.setting(name) is not False and not _has_one_part(name, one)]
+        """Return the settings in the name of a run: those that are not off, and of many without degrees of 1."""
+        chosen = [name for name in names if one.setting(name) is not False]
+        return chosen if len(names) <= MAX_NAMED_SETTINGS else [name for name in chosen if not _has_one_part(name, one)]
 
     first_words = {strategy_label(one).partition(" ")[0] for one in overview.groups}
 
@@ -85,6 +84,14 @@ def short_name(overview: Overview, group: RunGroup) -> str:
     text = name(group) if len(named(group)) <= MAX_NAMED_SETTINGS else ""
     is_unique = text and sum(name(one) == text for one in overview.groups) == 1
     return text if is_unique else run_label(group.label)
+
+
+def varied_settings(overview: Overview) -> list[str]:
+    """Return the settings that vary, without the strategy with its options, and without those that follow."""
+    names = [name for name in overview.varied if name != "strategy" and not is_strategy_option(name)]
+    if MICRO_BATCH in names and len({global_batch(one.settings) for one in overview.groups}) == 1:
+        return [name for name in names if name not in FOLLOWING]
+    return names
 
 
 def _has_one_part(name: str, group: RunGroup) -> bool:
@@ -112,7 +119,7 @@ def recommended(overview: Overview) -> Iterator[RunGroup]:
                 yield ranking.best.group
         return
     memory = memory_metric(overview)
-    for ranking in _speed_rankings(overview):
+    for ranking in speed_rankings(overview):
         if overview.exceeds_workers(ranking.best.group):
             continue
         best, equal = ranking.best.group, [one.group for one in ranking.equal_to_best]
@@ -155,7 +162,7 @@ def describe_scaling(series: Sequence[ScalingSeries]) -> str:
     return f"{last.workers} workers {result} {first.workers}, which is {last.efficiency:.0%} of the ideal"
 
 
-def _speed_rankings(overview: Overview) -> list[Ranking]:
+def speed_rankings(overview: Overview) -> list[Ranking]:
     """Return the rankings that compare at least two runs."""
     rankings = [] if are_trials(overview.rows) else list(rank_by_metric(overview, SPEED, largest=True))
     return [ranking for ranking in rankings if len(ranking.ranked) > 1][:MAX_TASKS]
@@ -169,7 +176,7 @@ def headline(overview: Overview) -> Iterator[str]:
     if is_about_loss(overview):
         yield from _describe_losses(overview)
         return
-    rankings, taken = _speed_rankings(overview), {group.task: group for group in recommended(overview)}
+    rankings, taken = speed_rankings(overview), {group.task: group for group in recommended(overview)}
     for ranking in rankings:
         sentence = _compare(overview, ranking, taken.get(ranking.task))
         is_named = len(rankings) < 2 or f"model={ranking.task.split()[0]}" in sentence
@@ -208,7 +215,7 @@ def _describe_only(overview: Overview, group: RunGroup) -> Iterator[str]:
 
 def _compare(overview: Overview, ranking: Ranking, taken: RunGroup | None) -> str:
     best, equal, following = ranking.best, ranking.equal_to_best, ranking.ranked[1]
-    if doubt := _doubt(overview, best.group):
+    if doubt := doubt_of(overview, best.group):
         return f"Not decided: {doubt}."
     if equal:
         noise = max(difference_noise(best.value, other.value) or 0.0 for other in equal)
@@ -220,11 +227,11 @@ def _compare(overview: Overview, ranking: Ranking, taken: RunGroup | None) -> st
     start = f"Take {short_name(overview, best.group)}"
     if not differs(best.group, following.group, SPEED):
         return f"{start}: it is about as fast as {short_name(overview, following.group)}."
-    ratio, memory = times(best.value.mean / following.value.mean), _memory(overview, best.group)
+    ratio, memory = times(best.value.mean / following.value.mean), _memory(overview, best.group, following.group)
     return f"{start}: it is {ratio} as fast as the next, {short_name(overview, following.group)}{memory}."
 
 
-def _doubt(overview: Overview, best: RunGroup) -> str:
+def doubt_of(overview: Overview, best: RunGroup) -> str:
     """Return why the speed of the fastest run proves nothing: the baseline was slowed down. Empty if it does."""
     if overview.baseline is None or not overview.exceeds_workers(best):
         return ""
@@ -232,17 +239,15 @@ def _doubt(overview: Overview, best: RunGroup) -> str:
     return f"{short_name(overview, best)} is faster than its workers explain, so do not trust the baseline, {label}"
 
 
-def _memory(overview: Overview, best: RunGroup) -> str:
+def _memory(overview: Overview, best: RunGroup, following: RunGroup) -> str:
     memory = memory_metric(overview)
     ranking = next((one for one in _rankings(overview, memory) if one.task == best.task), None)
-    if memory is None or ranking is None or not (own := best.metric(memory)):
+    if memory is None or ranking is None:
         return ""
-    smallest = ranking.best
-    if smallest.group is best:
+    if ranking.best.group is best:
         return ", and needs the least memory" if _is_decided(ranking, memory) else ""
-    if not differs(best, smallest.group, memory):
-        return ""
-    return f", and needs {times(own.mean / smallest.value.mean)} the memory of {short_name(overview, smallest.group)}"
+    change = _change(best, following, memory)
+    return "" if change is None else f", with {times(1 + change)} the memory"
 
 
 def _rankings(overview: Overview, metric: str | None) -> list[Ranking]:
@@ -260,16 +265,19 @@ def times(ratio: float) -> str:
 
 
 def describe_tradeoff(overview: Overview, cost: str, noun: str) -> str:
-    """Return what the run with the lowest cost saves and loses against the fastest one; empty if noise decides.
+    """Return what a smaller run saves and loses against the fastest one; empty if noise decides.
 
-    ``noun`` is what the cost is, as ``memory``. Runs of several tasks are not compared.
+    It is the run that saves most more of the cost than it loses of the speed, as parts of both; the smallest one if no
+    run does. ``noun`` is what the cost is, as ``memory``. Runs of several tasks are not compared.
     """
     speeds, costs = _rankings(overview, SPEED), _rankings(overview, cost)
     is_compared = not (are_trials(overview.rows) or is_about_loss(overview))
     if not is_compared or len(speeds) != 1 or len(costs) != 1 or len(speeds[0].ranked) < 2:
         return ""
     fast, cheap = speeds[0].best.group, costs[0].best.group
-    if _doubt(overview, fast):
+    best = max(overview.groups, key=lambda group: _gain(group, fast, cost))
+    cheap = best if _gain(best, fast, cost) > 0 else cheap
+    if doubt_of(overview, fast):
         return ""
     name, other = short_name(overview, cheap), short_name(overview, fast)
     if cheap is fast:
@@ -283,7 +291,13 @@ def describe_tradeoff(overview: Overview, cost: str, noun: str) -> str:
     saves = f"{name} halves the {noun} of {other}" if -0.55 <= saved <= -0.45 else (
         f"{name} needs {-saved:.0%} less {noun} than {other}"
     )  # fmt: skip
-    return f"{saves} at about equal speed" if lost is None else f"{saves} and costs {-lost:.0%} of the speed"
+    return f"{saves} at about equal speed" if lost is None else f"{saves} and loses {-lost:.0%} of the speed"
+
+
+def _gain(group: RunGroup, fast: RunGroup, cost: str) -> float:
+    """Return the saved part of the cost without the lost part of the speed; 0 for a run that saves nothing."""
+    saved, lost = (_change(group, fast, metric) for metric in (cost, SPEED))
+    return (lost or 0.0) - saved if saved is not None and group.completed and group.metric(SPEED) else 0.0
 
 
 def _change(group: RunGroup, reference: RunGroup, metric: str) -> float | None:
@@ -339,7 +353,7 @@ def _best_tile(overview: Overview, name: str, title: str, what: str, unit: str) 
     if len(rankings) != 1:
         return
     best, equal, others = rankings[0].best, rankings[0].equal_to_best, rankings[0].ranked[1:]
-    if name in (SPEED, COST) and (doubt := _doubt(overview, best.group)):
+    if name in (SPEED, COST) and (doubt := doubt_of(overview, best.group)):
         yield Tile(title + what, "not decided", doubt)
         return
     shown = f"{metric.format_value(best.value.mean)} {unit}".strip()
@@ -354,7 +368,9 @@ def _best_tile(overview: Overview, name: str, title: str, what: str, unit: str) 
         return
     following = run_label(others[0].group.label)
     ratio = times(others[0].value.mean / best.value.mean) if best.value.mean else ""
-    margin = f"the next, {following}, has {ratio}" if ratio else f"the next is {following}"
+    margin = f"the next, {following}, needs {ratio}" if ratio else f"the next is {following}"
+    if name == SPEED and others[0].value.mean:
+        margin = f"{times(best.value.mean / others[0].value.mean)} as fast as the next, {following}"
     if not differs(best.group, others[0].group, name):
         margin = f"about equal to {following}"
     label, name = run_label(best.group.label), short_name(overview, best.group)

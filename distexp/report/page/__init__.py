@@ -29,6 +29,7 @@ from distexp.report.data.overview import (
     failure_notes,
     failure_reason,
 )
+from distexp.report.data.reasons import reasons
 from distexp.report.data.repeats import EQUAL
 from distexp.report.data.rows import Row, format_setting
 from distexp.report.exercises import exercise_tables
@@ -68,6 +69,7 @@ def write_page(overview: Overview, figures: Sequence[Figure], path: Path, skippe
         counts=", ".join(f"{count:,} {status}" for status, count in statuses.items()),
         has_failed=bool(FAILURES & set(statuses)),
         headline=[*headline(overview), *remarks],
+        reasons=list(reasons(overview)),
         tiles=list(build_tiles(overview)),
         command=repeat_command(overview),
         leading=figures[:leading],
