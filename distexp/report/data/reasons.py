@@ -35,7 +35,7 @@ def reasons(overview: Overview) -> Iterator[str]:
         yield f"The difference is more than {kind}, {format_noise(noise, best.value.mean)}{more}."
     effects = sorted(_effects(overview, rankings[0]), reverse=True)
     if len(effects) > 1:
-        yield f"What makes it fast: {'; '.join(text for _, text in effects[:MAX_EFFECTS])}."
+        yield f"What makes it fast, with the other settings equal: {'; '.join(text for _, text in effects[:MAX_EFFECTS])}."
 
 
 def _effects(overview: Overview, ranking: Ranking) -> Iterator[tuple[float, str]]:
