@@ -179,15 +179,14 @@ def test_the_answer_of_a_map_names_settings_and_says_whether_and_why_a_run_is_th
         runs.append(run)
     overview = Overview.from_records(runs)
     assert list(headline(overview)) == [
-        "Take ddp, micro_batch_size=16: it is 1.31x as fast as the next, fsdp full_shard, micro_batch_size=16, with "
-        "1.21x the memory."
+        "Take ddp, micro_batch_size=16: it is 1.31x as fast as the next, fsdp full_shard, micro_batch_size=16, and "
+        "needs 1.21x as much memory."
     ]
     sure, why = reasons(overview)
-    assert sure.startswith("The difference is more than the noise of the steps, ±")
+    assert sure.startswith("The difference is more than the noise between the steps of a run, ±")
     assert sure.endswith("%. Each is one run: repeats=3 shows how much equal runs differ.")
-    assert (
-        why == "What makes it fast: micro_batch_size=16 is 6.80x as fast as 1; ddp is 1.31x as fast as fsdp full_shard."
-    )
+    effects = "micro_batch_size=16 is 6.80x as fast as 1; ddp is 1.31x as fast as fsdp full_shard"
+    assert why == f"What makes it fast, with the other settings equal: {effects}."
     (figure,) = (one for one in build_figures(overview, []) if one.name == "memory_throughput")
     assert (
         figure.finding

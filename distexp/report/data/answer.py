@@ -247,7 +247,7 @@ def _memory(overview: Overview, best: RunGroup, following: RunGroup) -> str:
     if ranking.best.group is best:
         return ", and needs the least memory" if _is_decided(ranking, memory) else ""
     change = _change(best, following, memory)
-    return "" if change is None else f", with {times(1 + change)} the memory"
+    return "" if change is None else f", and needs {times(1 + change)} as much memory"
 
 
 def _rankings(overview: Overview, metric: str | None) -> list[Ranking]:

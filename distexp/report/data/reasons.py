@@ -30,12 +30,13 @@ def reasons(overview: Overview) -> Iterator[str]:
     noise = difference_noise(best.value, following.value)
     if noise is not None and differs(best.group, following.group, SPEED):
         has_repeats = min(len(one.group.counted_rows) for one in (best, following)) > 1
-        kind = "the noise of the repeats" if has_repeats else "the noise of the steps"
+        kind = "the noise between the repeats" if has_repeats else "the noise between the steps of a run"
         more = "" if has_repeats else ". Each is one run: repeats=3 shows how much equal runs differ"
         yield f"The difference is more than {kind}, {format_noise(noise, best.value.mean)}{more}."
     effects = sorted(_effects(overview, rankings[0]), reverse=True)
     if len(effects) > 1:
-        yield f"What makes it fast, with the other settings equal: {'; '.join(text for _, text in effects[:MAX_EFFECTS])}."
+        found = "; ".join(text for _, text in effects[:MAX_EFFECTS])
+        yield f"What makes it fast, with the other settings equal: {found}."
 
 
 def _effects(overview: Overview, ranking: Ranking) -> Iterator[tuple[float, str]]:

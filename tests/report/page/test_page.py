@@ -223,7 +223,7 @@ def test_the_page_opens_with_the_answer_without_a_script(browser: Browser, tmp_p
         page = context.new_page()
         page.goto(path.as_uri())
         answer = page.locator("#answer")
-        taken = "Take ddp: it is 1.28x as fast as the next, fsdp full_shard, with 2.73x the memory."
+        taken = "Take ddp: it is 1.28x as fast as the next, fsdp full_shard, and needs 2.73x as much memory."
         assert answer.locator(".headline").all_inner_texts() == [taken]
         assert (
             answer.locator("h2").inner_text()
