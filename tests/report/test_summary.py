@@ -162,7 +162,7 @@ def test_the_answer_of_a_run_is_where_its_memory_goes(tmp_path: Path) -> None:
     assert [tile.value for tile in build_tiles(overview)] == ["100.0 samples/s", "30,000 MiB", "20 s"]
 
 
-def test_the_answer_of_a_map_names_settings_and_says_whether_and_why_a_run_is_the_fastest() -> None:
+def test_the_answer_of_a_map_names_settings_and_states_whether_and_why_a_run_is_the_fastest() -> None:
     """Four settings vary, of which one follows from another, and another one is 1 or false in most runs."""
     cells = {
         ("ddp", 16, 1, False): (170.0, 58000.0), ("ddp", 4, 1, False): (90.0, 19000.0),
