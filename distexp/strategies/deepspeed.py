@@ -169,8 +169,8 @@ class DeepSpeed(Strategy):
         """Return the memory of DeepSpeed's communicators: those even for one GPU, and what it adds on several.
 
         The numbers are from ``deepspeed/zero_offload_single_gpu``, ``deepspeed/two_gpu_stages`` and
-        ``two_h200/map_zero``: stage 3 needs 288 MiB less without fp16, whose check of the gradients is one more
-        collective.
+        ``two_h200/map_zero``: stage 3 needs 288 MiB less without fp16. Why was not measured; fp16 has one more
+        collective, which checks the gradients.
         """
         stage, precision = config.deepspeed.zero_stage, config.precision.name
         several = 96.0 if stage == 3 and precision != "fp16" else 384.0

@@ -267,8 +267,8 @@ def times(ratio: float) -> str:
 def describe_tradeoff(overview: Overview, cost: str, noun: str) -> str:
     """Return what a smaller run saves and loses against the fastest one; empty if noise decides.
 
-    It is the run that saves most more of the cost than it loses of the speed, as parts of both; the smallest one if no
-    run does. ``noun`` is what the cost is, as ``memory``. Runs of several tasks are not compared.
+    It is the run whose saved part of the cost exceeds its lost part of the speed most; the smallest run if none does.
+    ``noun`` is what the cost is, as ``memory``. Runs of several tasks are not compared.
     """
     speeds, costs = _rankings(overview, SPEED), _rankings(overview, cost)
     is_compared = not (are_trials(overview.rows) or is_about_loss(overview))
@@ -368,7 +368,8 @@ def _best_tile(overview: Overview, name: str, title: str, what: str, unit: str) 
         return
     following = run_label(others[0].group.label)
     ratio = times(others[0].value.mean / best.value.mean) if best.value.mean else ""
-    margin = f"the next, {following}, needs {ratio}" if ratio else f"the next is {following}"
+    verb = "has" if name == LOSS else "needs"
+    margin = f"the next, {following}, {verb} {ratio}" if ratio else f"the next is {following}"
     if name == SPEED and others[0].value.mean:
         margin = f"{times(best.value.mean / others[0].value.mean)} as fast as the next, {following}"
     if not differs(best.group, others[0].group, name):
