@@ -112,13 +112,14 @@ class _Follower:
         last = {change.address: position for position, change in enumerate(self.step.changes) if not change.is_free}
         starts = {last[mark.address]: mark for mark in self.step.marks if mark.address in last}
         for position, change in enumerate(self.step.changes):
+            if position in starts:  # Before its allocation, because the peak of the phase that ends was read before it.
+                self._enter(starts[position])
             if change.is_free:
                 self._free(change.address)
             else:
                 self._allocate(change)
             if position in starts:
                 self.alive[change.address].part = "temporaries"
-                self._enter(starts[position])
 
     def _add(self, address: int, block: _Block) -> None:
         self.alive[address] = block
