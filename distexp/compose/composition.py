@@ -87,7 +87,9 @@ class CellComposer:
     def __init__(self, loader: CheckedConfigLoader, master: DictConfig) -> None:
         """Create the composer of the cells of a command, with its own configuration."""
         self._loader, self._master = loader, master
-        self._hydra_overrides = cast(list[str], OmegaConf.to_container(master.hydra.overrides.hydra))
+        given = cast(list[str], OmegaConf.to_container(master.hydra.overrides.hydra))
+        # The loader's own get_group_options makes this repository, with copies of all files, for each call.
+        _, self._repository = loader._parse_overrides_and_create_caching_repo(master.hydra.job.config_name, given)
         self._parser = OverridesParser.create()
         self._is_group: dict[str, bool] = {}
         self._bases: dict[tuple[str, ...], bytes] = {}
@@ -115,8 +117,7 @@ class CellComposer:
         """Return whether an override chooses an option of a group, as Hydra decides it."""
         key = override.key_or_group
         if key not in self._is_group:
-            config_name = self._master.hydra.job.config_name
-            self._is_group[key] = bool(self._loader.get_group_options(key, None, config_name, self._hydra_overrides))
+            self._is_group[key] = bool(self._repository.get_group_options(key, None))
         return self._is_group[key] and not isinstance(override.value(), dict)
 
 

@@ -244,6 +244,7 @@ class StepTrace:
     work: StepWork | None = None  # what the step computes; None if it was not counted
     parameters: int = 0  # number of parameters of the whole model; a shared weight counts once
     trained_share: float = 1.0  # share of them that is trained
+    other_ranks: tuple[int, ...] = ()  # whose peak may be higher
 
 
 CURVE_POINTS = 160

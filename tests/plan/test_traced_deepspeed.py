@@ -36,6 +36,14 @@ def test_the_fullest_rank_keeps_the_whole_gradient_of_a_parameter_that_is_cut() 
     assert cut_into_slices(6, 5, share=4) == [Slice(1, 2), Slice(2, 3)]
 
 
+def test_the_earliest_rank_owns_a_part_of_the_last_parameter() -> None:
+    sizes = [[8, 2, 6, 4], [1, 1]]
+    assert [fullest_rank(sizes, world_size=2, earliest=earliest) for earliest in (False, True)] == [0, 1]
+    assert fullest_rank([[2, 2, 2, 10]], world_size=4, earliest=True) == 1, (
+        "it keeps a whole parameter of the middle too"
+    )
+
+
 def test_slices_of_one_rank_are_reduced_as_one() -> None:
     first, second, other = [Slice(0, 2)], [Slice(0, 3)], [Slice(1, 4)]
     assert reduced_at_once([first, second, other], bucket_size=9) == [[Slice(0, 5), Slice(1, 4)]]
@@ -75,6 +83,18 @@ def test_stage_2_has_16_bit_weights_and_a_share_of_fp32_states() -> None:
     assert held["optimizer_states"] == pytest.approx(12 * parameters(trace) / 2, rel=0.001)
     assert "gradients" not in held
     assert {event.part for event in trace.events if event.phase == "backward"} >= {"gradients", "communication"}
+
+
+def test_the_peak_is_that_of_the_rank_whose_gradients_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    untied = (
+        *("zero_stage=2", "cluster.workers_per_node=2", "deepspeed.reduce_bucket_size=100000", "train.loss=chunked"),
+        *("model.tie_embeddings=false", "model.vocab_size=1000", "model.hidden_size=256", "model.ff_dim=1024"),
+        *("model.num_layers=3", "dataset.max_length=128", "train.loss_chunk_tokens=16", "train.micro_batch_size=32"),
+        "train.gradient_accumulation_steps=1",
+    )
+    peak = replay(traced(*untied).events).peak_allocated
+    monkeypatch.setattr(zero12, "fullest_rank", lambda *_, **__: 0)
+    assert replay(traced(*untied).events).peak_allocated < peak - MIB
 
 
 def test_the_free_segments_are_released_before_each_group_is_flattened() -> None:

@@ -37,7 +37,8 @@ class TracedDeepSpeed:
         initialize_weights(blueprint, self.cast_to or torch.float32, partitions)
         self.autocast = torch.autocast("cpu", torch.bfloat16, enabled=ds_config.uses_autocast(config))
         buffers = Buffers.of(config, context.device, recorder.assign, recorder.empty_cache)
-        self.zero = build_zero(self.module, config, buffers, partitions)
+        self.zero = build_zero(self.module, config, buffers, partitions, context.rank)
+        self.other_ranks: tuple[int, ...] = getattr(self.zero, "other_ranks", ())
         if self.cast_to is not None:
             restore_masters(self.module, context.device)
         recorder.assign("parameters", [*self.module.parameters(), *self.module.buffers()])
@@ -64,7 +65,7 @@ class TracedDeepSpeed:
 
 
 def build_zero(
-    module: nn.Module, config: Config, buffers: Buffers, partitions: Partitions | None
+    module: nn.Module, config: Config, buffers: Buffers, partitions: Partitions | None, rank: int = 0
 ) -> ZeroStage0 | zero12.ZeroOneTwo | ZeroThree:
     """Return the gradients and states of the stage of a configuration."""
     settings: dict[str, Any] = ds_config.effective_config(config, config.cluster.world_size)
@@ -74,7 +75,7 @@ def build_zero(
     if stage == 0:
         return ZeroStage0(module, config, settings, buffers)
     if partitions is None:
-        return zero12.ZeroOneTwo(module, config, settings, buffers)
+        return zero12.ZeroOneTwo(module, config, settings, buffers, rank)
     return ZeroThree(module, config, settings, buffers, partitions)
 
 

@@ -44,7 +44,7 @@ MICRO_BATCHES = 3
 def trace_step(config: Config, *, on_gpu: bool = True) -> StepTrace:
     """Return the allocations of an optimizer step. Raise PlanError if it cannot be traced.
 
-    They are those of rank 0, or of the worker of a pipeline with the highest peak.
+    They are those of rank 0. In a pipeline, and at ZeRO stages 1 and 2, they are those of the worker that needs most.
     """
     started = time.perf_counter()
     images_on_gpu = config.dataset.cache == "gpu"
@@ -55,15 +55,22 @@ def trace_step(config: Config, *, on_gpu: bool = True) -> StepTrace:
             warnings.simplefilter("ignore")
             options = {"images_on_gpu": images_on_gpu, "on_gpu": on_gpu}
             tensor = config.parallel.tensor  # Workers that share layers have the same sizes.
-            ranks = range(0, config.parallel.pipeline * tensor, tensor)
-            traces = [_record(config, rank, **options) for rank in ranks]
-            trace = max(traces, key=lambda each: replay(each.events).peak_allocated) if len(traces) > 1 else traces[0]
+            traces = [_record(config, 0, **options)]
+            ranks = (*range(tensor, config.parallel.pipeline * tensor, tensor), *traces[0].other_ranks)
+            traces += [_record(config, rank, **options) for rank in ranks]
+            trace = max(traces, key=_needed) if len(traces) > 1 else traces[0]
     except (PlanError, ConfigError):
         raise
     except Exception as error:
         raise PlanError(traced_run.describe_failure(error)) from error
     notes += [line.removeprefix("note: ") for line in printed.getvalue().splitlines()]
     return replace(trace, seconds=time.perf_counter() - started, notes=tuple(notes))
+
+
+def _needed(trace: StepTrace) -> int:
+    """Return the sum of both peaks, because ranks with the same allocated memory may reserve more."""
+    found = replay(trace.events, trace.history, trace.evaluation)
+    return found.peak_allocated + found.peak_reserved
 
 
 def _prepare(config: Config) -> tuple[Config, list[str]]:
@@ -144,7 +151,8 @@ def _record(config: Config, rank: int, *, images_on_gpu: bool, on_gpu: bool) -> 
             step.evaluate(_to_fake(evaluated))
         # The model is freed after this block, which is no part of the step.
         trace = recorder.trace(end, vocabulary, cublas_workspace(config.plan.gpu) if on_gpu else 0)
-        return replace(trace, work=work, parameters=sum(sizes), trained_share=sum(trained) / max(1, sum(sizes)))
+        share, others = sum(trained) / max(1, sum(sizes)), getattr(step.model, "other_ranks", ())
+        return replace(trace, work=work, parameters=sum(sizes), trained_share=share, other_ranks=others)
 
 
 def _replacements(

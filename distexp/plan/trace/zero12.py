@@ -168,12 +168,15 @@ class _Bucket:
 class ZeroOneTwo(ShardedOptimizer):
     """Gradients and optimizer states of one rank at stage 1 or 2."""
 
-    def __init__(self, module: nn.Module, config: Config, settings: dict[str, Any], buffers: Buffers) -> None:
+    def __init__(
+        self, module: nn.Module, config: Config, settings: dict[str, Any], buffers: Buffers, rank: int = 0
+    ) -> None:
+        """``rank``: the traced one; 0 stands for the one that keeps most."""
         super().__init__(module, config, settings, buffers)
         self.accumulation = config.train.gradient_accumulation_steps
         self.stage: int = settings["zero_optimization"]["stage"]
         self.num_buckets = 2 if read_zero(settings, "overlap_comm", False) else 1
-        self._partition(self.groups, config.cluster.world_size)
+        self._partition(self.groups, config.cluster.world_size, rank)
         self.optimizer = make_optimizer(module, config)
         self.masters = [self._flatten(group, share) for group, share in zip(self.groups, self.shares, strict=True)]
         self.host_buffers: list[Tensor] = []
@@ -190,10 +193,13 @@ class ZeroOneTwo(ShardedOptimizer):
         self.new_gradients: Tensor | None = None  # grads_in_partition
         self.gradients: Tensor | None = None  # all_grad_tensors, averaged_gradients
 
-    def _partition(self, groups: list[list[nn.Parameter]], world_size: int) -> None:
-        """Compute the shares of the rank that keeps most."""
+    def _partition(self, groups: list[list[nn.Parameter]], world_size: int, rank: int) -> None:
+        """Compute the shares of a rank, and which other one may have a higher peak."""
         sizes = [[param.numel() for param in group] for group in groups]
-        rank = fullest_rank(sizes, world_size)
+        fullest, earliest = fullest_rank(sizes, world_size), fullest_rank(sizes, world_size, earliest=True)
+        keeps_early = not self.offloads and (self.stage == 2 or self.num_buckets == 2)
+        self.other_ranks = (earliest,) if keeps_early and earliest not in (fullest, rank) else ()
+        rank = rank or fullest
         shares = [partition_group(group_sizes, world_size, rank) for group_sizes in sizes]
         self.shares = [share.size for share in shares]
         self.rank = rank
@@ -360,14 +366,20 @@ def partition_group(sizes: Sequence[int], world_size: int, rank: int) -> Partiti
     return Partition(share, tuple(owned))
 
 
-def fullest_rank(groups: Sequence[Sequence[int]], world_size: int) -> int:
-    """Return the rank that keeps most: the whole gradients of all parameters that its shares overlap."""
+def fullest_rank(groups: Sequence[Sequence[int]], world_size: int, *, earliest: bool = False) -> int:
+    """Return the rank that keeps most: the whole gradients of all parameters that its shares overlap.
+
+    ``earliest`` chooses among the ranks that own a part of the last parameter, in the largest group. The backward pass
+    computes its gradient first, while all activations exist. Then such a rank allocates memory for all its gradients.
+    """
+    shares = [[partition_group(sizes, world_size, rank).owned for sizes in groups] for rank in range(world_size)]
 
     def kept(rank: int) -> int:
-        owned = (zip(sizes, partition_group(sizes, world_size, rank).owned, strict=True) for sizes in groups)
+        owned = (zip(sizes, share, strict=True) for sizes, share in zip(groups, shares[rank], strict=True))
         return sum(size for group in owned for size, elements in group if elements)
 
-    return max(range(world_size), key=kept)
+    largest = max(range(len(groups)), key=lambda number: sum(groups[number]))
+    return max((rank for rank in range(world_size) if not earliest or shares[rank][largest][-1]), key=kept)
 
 
 @dataclass(frozen=True)
