@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import os
 import signal
@@ -44,12 +45,12 @@ CELLS = [
 
 TraceFunction = Callable[[FrameType, str, Any], Any]
 
-SEEDS = [["strategy=fsdp" if number % 3 else "strategy=ddp", f"train.seed={number}"] for number in range(60)]
+SEEDS = [["strategy=fsdp" if number % 3 else "strategy=ddp", f"train.seed={number}"] for number in range(40)]
 
 
-@pytest.fixture
-def hydra() -> Iterator[tuple[HydraContext, DictConfig]]:
-    """Return what Hydra passes to a launcher."""
+@pytest.fixture(scope="module")
+def loaded() -> Iterator[tuple[HydraContext, DictConfig]]:
+    """Load the primary configuration once for all tests."""
     register_schema()
     with initialize_config_dir(str(conf_dir()), version_base="1.3"):
         loader = CheckedConfigLoader(GlobalHydra.instance().config_loader().get_search_path())
@@ -57,6 +58,13 @@ def hydra() -> Iterator[tuple[HydraContext, DictConfig]]:
         master = loader.load_configuration("config", overrides, RunMode.MULTIRUN)
         str(master.hydra.sweep.dir)  # so that references such as ${now:} are cached, as in a command
         yield HydraContext(config_loader=loader, callbacks=Callbacks()), master
+
+
+@pytest.fixture
+def hydra(loaded: tuple[HydraContext, DictConfig]) -> tuple[HydraContext, DictConfig]:
+    """Return what Hydra passes to a launcher."""
+    context, master = loaded
+    return context, copy.deepcopy(master)
 
 
 @pytest.mark.parametrize("cell", CELLS, ids=" ".join)
@@ -134,8 +142,8 @@ def test_processes_return_the_cells_in_order(
     assert os.getpid() not in made_by
     assert [cell.overrides for cell in parallel] == SEEDS
     assert [(cell.id, cell.varied) for cell in parallel] == [(cell.id, cell.varied) for cell in serial]
-    assert len({cell.id for cell in parallel}) == 60
-    assert [cell.config and cell.config.train.seed for cell in parallel] == list(range(60))
+    assert len({cell.id for cell in parallel}) == 40
+    assert [cell.config and cell.config.train.seed for cell in parallel] == list(range(40))
 
 
 MICRO, TRAIN = "train.micro_batch_size", "dataset.train_size"
@@ -223,7 +231,7 @@ def test_an_error_in_a_process_keeps_its_cause(
 ) -> None:
     monkeypatch.setattr(parallel_composition, "cpu_count", lambda: 2)
     with pytest.raises(HydraException, match=r"Error merging override train.seed=x") as found:
-        compose_cells(*hydra, [*SEEDS[:50], ["train.seed=x"], *SEEDS[50:]])
+        compose_cells(*hydra, [*SEEDS[:30], ["train.seed=x"], *SEEDS[30:]])
     assert found.value.__cause__ is not None, "the message is made from the cause"
 
 
@@ -233,7 +241,7 @@ def test_ctrl_c_while_composing_starts_nothing(
     launcher = os.getpid()
 
     def press_ctrl_c(_: DictConfig, overrides: object) -> None:
-        if overrides == SEEDS[40]:
+        if overrides == SEEDS[30]:
             os.kill(launcher, signal.SIGINT)
 
     monkeypatch.setattr(parallel_composition, "cpu_count", lambda: 2)

@@ -120,7 +120,8 @@ def sweep(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """Run a sweep with invalid cells in a directory that the user chose; return the directory and the output."""
     folder = tmp_path_factory.mktemp("sweep") / "here"
     overrides = ("--multirun", "strategy=single,fsdp", "offload=true,false", "fsdp.forward_prefetch=1")
-    done = run_distexp(*overrides, *SHORT, f"hydra.sweep.dir={folder}", "train.max_steps=2")
+    short = (*SHORT, "model=gpt_tiny", "train.max_steps=2")
+    done = run_distexp(*overrides, *short, f"hydra.sweep.dir={folder}")
     assert done.returncode == 0, done.stdout + done.stderr
     return folder, done.stdout
 
@@ -248,7 +249,8 @@ def test_a_custom_strategy_needs_a_yaml_file_and_a_module(tmp_path: Path) -> Non
         "_target_: my_package.Mine\nname: mine\noptions: {bucket_mb: 7}\n"
     )
     (tmp_path / "my_package.py").write_text(CUSTOM_STRATEGY)
-    overrides = ["--config-dir", "conf", "strategy=mine", "trusted_packages=[my_package]", *SHORT, "train.max_steps=2"]
+    overrides = ["--config-dir", "conf", "strategy=mine", "trusted_packages=[my_package]", *SHORT]
+    overrides += ["model=gpt_tiny", "train.max_steps=2"]  # This model does not import transformers.
     script = Path(sys.executable).with_name("distexp")
     done = subprocess.run(
         [script, *overrides], cwd=tmp_path, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
@@ -277,11 +279,11 @@ def test_training_on_official_squad_files(squad_files: DatasetConfig, tmp_path: 
         "dataset=squad",
         f"dataset.train_path={squad_files.eval_path}",
         f"dataset.eval_path={squad_files.train_path}",
-        "train.max_steps=8",
-        "train.measure_after_step=2",
+        "train.max_steps=3",
+        "train.measure_after_step=1",
         "cluster.device=cpu",
     ]
-    done = run_distexp(*overrides, "dataset.eval_size=32", cwd=tmp_path)
+    done = run_distexp(*overrides, "dataset.eval_size=16", cwd=tmp_path)
     assert done.returncode == 0, done.stdout
     record = RunRecord.read(only_run(tmp_path) / "record.json")
     assert record.metrics.steps_per_epoch == -(-810 // 16)
@@ -296,7 +298,8 @@ def test_training_on_an_official_tinyimagenet_folder(tinyimagenet_folder: Datase
         f"dataset.root={tinyimagenet_folder.root}",
         "strategy=ddp",
     ]
-    done = run_distexp(*overrides, "train.max_steps=8", "cluster.device=cpu", cwd=tmp_path)
+    small = ("train.max_steps=3", "train.measure_after_step=1", "dataset.eval_size=100", "cluster.device=cpu")
+    done = run_distexp(*overrides, *small, cwd=tmp_path)
     assert done.returncode == 0, done.stdout
     record = RunRecord.read(only_run(tmp_path) / "record.json")
     assert len(record.metrics.eval_accuracies) == 1

@@ -38,6 +38,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(sys, "argv", ["distexp"])
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setenv("MY_PASSWORD", VALUE)
+    monkeypatch.setattr("distexp.cli.run.MAX_ERRORS", 1)  # The search for more errors takes as long as the command.
     return tmp_path
 
 

@@ -72,7 +72,12 @@ IMAGES = {"train.compile": "blocks", "dataset.cache": "gpu"}
 )
 def test_fast_chooses_for_strategy_trainer_and_device(overrides: tuple[str, ...], expected: dict[str, Any]) -> None:
     assert changed("kernels=fast", *overrides) == expected
-    assert changed(*overrides) == {}
+
+
+@pytest.mark.parametrize("options", ["strategy=single", "sharding=hybrid_shard", "zero_stage=1", "model=resnet_tiny"])
+def test_nothing_is_chosen_without_the_group(options: str) -> None:
+    assert changed(options, GPU, BF16) == {}
+    assert resolve_cell(options, GPU, BF16, ONE).model.attention == "auto"
 
 
 def test_fast_names_what_is_faster_than_selective_recomputation() -> None:
@@ -98,8 +103,6 @@ def test_fast_names_what_is_faster_than_selective_recomputation() -> None:
 )
 def test_fast_chooses_an_attention_that_the_model_supports(overrides: tuple[str, ...], expected: str) -> None:
     assert resolve_cell("kernels=fast", "strategy=single", ONE, *overrides).model.attention == expected
-    given = "model.attention=eager" in overrides
-    assert resolve_cell("strategy=single", ONE, *overrides).model.attention == ("eager" if given else "auto")
 
 
 def test_fast_keeps_images_on_the_gpu_if_they_are_few(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -114,7 +114,7 @@ def test_exclusive_requests_all_memory_and_cores() -> None:
     assert "--cpu-bind=none" in script
 
 
-@pytest.mark.parametrize("site", ["ibex_v100", "ibex_a100"])
+@pytest.mark.parametrize("site", ["ibex_v100", pytest.param("ibex_a100", marks=pytest.mark.release)])
 def test_example_sites_compose(site: str, tmp_path: Path) -> None:
     sites = str(REPOSITORY / "examples" / "sites")
     chosen = (f"cluster={site}", "cluster.workers_per_node=2", "cluster.dry_run=true")
@@ -171,7 +171,6 @@ def test_dry_run_prints_one_file_per_shape_and_writes_nothing(tmp_path: Path) ->
     ("words", "expected"),
     [
         (("hydra.launcher.nodes=2", "cluster.nodes=1"), "hydra.launcher.nodes=2 contradicts cluster.nodes=1"),
-        (("hydra.launcher.partition=a", "cluster.partition=b"), "partition=a contradicts cluster.partition=b"),
         (("hydra.launcher.tasks_per_node=2",), "one task per node"),
         (("hydra.launcher.cpus_per_task=3", "cluster.workers_per_node=2"), "is not divisible by"),
         (("cluster.launcher=local",), "choose the launcher with cluster="),

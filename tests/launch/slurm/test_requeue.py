@@ -1,18 +1,18 @@
-"""Tests of requeued runs: by hand, after a dead agent, at a time limit and for a preemption."""
+"""Tests of requeued runs: at a time limit, for a preemption and after a dead agent."""
 
 from __future__ import annotations
 
+import json
 import os
-import subprocess
-import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from distexp.runs.run_dir import STOP_REQUEST
-from tests.helpers.runs import run_distexp
 from tests.helpers.slurm_cluster import Cluster
 from tests.helpers.slurm_sweeps import (
+    STEPS_BEFORE_THE_GATE,
     all_ended,
     assert_all_steps,
     gated,
@@ -22,72 +22,14 @@ from tests.helpers.slurm_sweeps import (
     node_tasks,
     read_lines,
     read_record,
-    restart_now,
     start_now,
     status,
     submit,
-    user_environment,
     wait_for,
     wait_requeued,
 )
 
 pytestmark = pytest.mark.slurm
-
-LONG_TRAINING = (
-    "model=gpt_tiny",
-    "strategy=single",
-    "cluster.device=cpu",
-    "cluster.cpus_per_worker=1",
-    "cluster.wait=false",
-    "train.max_steps=400",
-    "train.num_epochs=10000",
-    "train.log_every=10",
-    "train.checkpoint_every=25",
-    "train.micro_batch_size=4",
-    "train.gradient_accumulation_steps=1",
-    "dataset._target_=failing_runs.slow",
-    "dataset.keys=[train_size,eval_size,max_length,padding,num_workers,options]",
-    "trusted_packages=[failing_runs]",
-    "dataset.train_size=64",
-    "dataset.eval_size=8",
-    "+dataset.options.delay=0.002",
-    "+dataset.options.at=400",  # a rank waits after 100 steps until the gate exists
-)
-
-
-@pytest.mark.slow
-def test_a_requeued_run_resumes_with_the_same_losses(slurm: Cluster, tmp_path: Path) -> None:
-    """Two equal trainings; only the first is interrupted. It waits after step 100 until it was asked to stop."""
-    sweep, gate = tmp_path / "sweep", tmp_path / "gate"
-    gates = f"+dataset.options.gate={gate},{os.devnull}"
-    arguments = ("--multirun", "cluster=slurm", *LONG_TRAINING, gates, f"hydra.sweep.dir={sweep}")
-    done = run_distexp(*arguments, env=user_environment(slurm))
-    assert done.returncode == 0, done.stdout + done.stderr
-    job = latest_jobs(sweep)[0]
-    metrics = sweep / "0/metrics.jsonl"
-
-    wait_for(lambda: len(read_lines(metrics)) > 2)
-    # Slurm sends the same signal before a time limit. scancel may retry and then report that the job is ending.
-    subprocess.run(["scancel", "--signal=USR2", job], env=slurm.env, check=False)
-    wait_for((sweep / "0" / STOP_REQUEST).exists)
-    gate.touch()
-    wait_requeued(slurm, job)
-    assert read_record(sweep, 0).status == "preempted"
-    assert "pending" in status(slurm, sweep)
-    start_now(slurm, job)
-
-    wait_for(all_ended(slurm, sweep))
-    resumed, uninterrupted = read_record(sweep, 0), read_record(sweep, 1)
-    assert (resumed.status, uninterrupted.status) == ("completed", "completed")
-    assert [attempt["job_id"] for attempt in resumed.run.attempts] == [job] * 2
-    first, second = resumed.run.attempts
-    assert (first["resumed_from_step"], first["reason"], second["reason"]) == (None, "preempted", "completed")
-    assert 0 < second["resumed_from_step"] < 400
-    lines, expected = read_lines(metrics), read_lines(sweep / "1/metrics.jsonl")
-    assert [line["step"] for line in lines] == [line["step"] for line in expected] == list(range(10, 401, 10))
-    for line, other in zip(lines, expected, strict=True):
-        assert line["loss"] == pytest.approx(other["loss"], rel=1e-6), line["step"]
-    assert resumed.metrics.eval_loss == pytest.approx(uninterrupted.metrics.eval_loss, rel=1e-6)
 
 
 @pytest.mark.release
@@ -111,44 +53,54 @@ def test_the_head_requeues_the_job_if_an_agent_dies(slurm: Cluster, tmp_path: Pa
 
 
 @pytest.mark.slow
-def test_a_run_continues_after_the_time_limit_of_its_job(slurm: Cluster, tmp_path: Path) -> None:
-    """Slurm sends its signal 30 to 60 s before the limit of two minutes. The run waits for it after 40 steps."""
-    sweep, gate = tmp_path / "sweep", tmp_path / "gate"
-    limits = ("cluster.timeout_min=2", "cluster.signal_delay_s=30")
-    submit(slurm, sweep, *gated(gate), "train.max_steps=150", *limits)
-    job = latest_jobs(sweep)[0]
-    restarts = 0
-    deadline = time.monotonic() + 2000
-    while "completed" not in status(slurm, sweep):
-        assert time.monotonic() < deadline
-        if (sweep / "0" / STOP_REQUEST).exists():
-            gate.touch()
-        if slurm.restarts(job) > restarts:  # a pending job may not have started at all
-            restarts += 1
-            assert "(time_limit): the run can be resumed from the checkpoint" in str(read_record(sweep, 0).error)
-            restart_now(slurm, job)
-        time.sleep(1)
-    attempts = read_record(sweep, 0).run.attempts
-    assert len(attempts) == restarts + 1 > 1
-    assert {attempt["reason"] for attempt in attempts[:-1]} == {"preempted"}
-    assert_all_steps(sweep, 0, 150)
+def test_runs_continue_after_a_preemption_and_a_time_limit(slurm: Cluster, tmp_path: Path) -> None:
+    """Three equal trainings, each on its own node: another job preempts the first, and the second has a time limit.
 
+    Slurm sends its signal 30 to 60 s before the limit of two minutes. Both runs wait after 40 steps until they were
+    asked to stop. The second attempt of the second run has fewer steps than that.
+    """
+    sweep, gate, messages = tmp_path / "sweep", tmp_path / "gate", {0: [""], 1: [""]}
+    gates = [f"+dataset.options.gate={path}" for path in (gate, sweep / "1" / STOP_REQUEST, os.devnull)]
+    cells = [[gates[0]], [gates[1], "cluster.timeout_min=2"], [gates[2]]]
+    shared = ("cluster.exclusive=true", "cluster.partition=low", "cluster.signal_delay_s=30", "model.dropout=0.1")
+    at = f"+dataset.options.at={4 * STEPS_BEFORE_THE_GATE}"
+    submit(slurm, sweep, f"sweep.cells={json.dumps(cells)}", at, *shared, "train.max_steps=75")
+    jobs = latest_jobs(sweep)
 
-@pytest.mark.slow
-def test_a_preempted_run_resumes(slurm: Cluster, tmp_path: Path) -> None:
-    sweep, gate = tmp_path / "sweep", tmp_path / "gate"
-    submit(slurm, sweep, *gated(gate), "train.max_steps=150", "cluster.partition=low")
-    wait_for(lambda: logged_steps(sweep) > 20)
+    def restart_requeued() -> None:
+        """Start each requeued job at once, and keep the message about its end."""
+        waiting = slurm.command("squeue", "-h", "-r", "-t", "PENDING", "-o", "%i:%r").split()
+        for number in (0, 1):
+            if f"{jobs[number]}:BeginTime" in waiting:
+                assert read_record(sweep, number).status == "preempted"
+                messages[number].append(str(read_record(sweep, number).error))
+                start_now(slurm, jobs[number])
+
+    def reached(condition: Callable[[], bool]) -> Callable[[], bool]:
+        return lambda: restart_requeued() or condition()
+
+    wait_for(reached(lambda: logged_steps(sweep) > 20))
     (node,) = hosts(sweep)
     urgent = f"sbatch --parsable -p high -w {node} --exclusive -o /dev/null --wrap true".split()
     interrupting = slurm.command(*urgent).strip()
     wait_for((sweep / "0" / STOP_REQUEST).exists)
     gate.touch()
+    wait_for(reached(lambda: "3 completed" in status(slurm, sweep)))
     assert slurm.wait_accounted(interrupting, "State") == "COMPLETED"
-    assert "(preemption): the run can be resumed from the checkpoint" in str(read_record(sweep, 0).error)
-    restart_now(slurm, latest_jobs(sweep)[0])
-    wait_for(all_ended(slurm, sweep))
-    first, second = read_record(sweep, 0).run.attempts
-    assert (first["reason"], second["reason"]) == ("preempted", "completed")
-    assert second["resumed_from_step"] > 20
-    assert_all_steps(sweep, 0, 150)
+
+    assert "(preemption): the run can be resumed from the checkpoint" in messages[0][-1]
+    assert "(time_limit): the run can be resumed from the checkpoint" in messages[1][-1]
+    preempted, limited, uninterrupted = (read_record(sweep, number) for number in range(3))
+    first, second = preempted.run.attempts
+    assert (first["job_id"], second["job_id"]) == (jobs[0], jobs[0])
+    assert (first["resumed_from_step"], first["reason"], second["reason"]) == (None, "preempted", "completed")
+    assert 20 < second["resumed_from_step"] < 75
+    assert [attempt["reason"] for attempt in limited.run.attempts] == ["preempted"] * (len(messages[1]) - 1) + [
+        "completed"
+    ]
+    expected = read_lines(sweep / "2/metrics.jsonl")
+    for number, record in enumerate((preempted, limited)):
+        assert_all_steps(sweep, number, 75)
+        for line, other in zip(read_lines(sweep / f"{number}/metrics.jsonl"), expected, strict=True):
+            assert line["loss"] == pytest.approx(other["loss"], rel=1e-6), line["step"]
+        assert record.metrics.eval_loss == pytest.approx(uninterrupted.metrics.eval_loss, rel=1e-6)

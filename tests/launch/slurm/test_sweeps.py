@@ -134,14 +134,13 @@ def test_resume_runs_only_missing_and_new_runs(slurm: Cluster, trained: tuple[Pa
 
 
 def test_nodes_and_workers_of_a_sweep_reach_slurm(slurm: Cluster, tmp_path: Path) -> None:
-    command = (
-        "--multirun cluster=slurm cluster.nodes=2,4 cluster.workers_per_node=1,2 strategy=fsdp sharding=hybrid_shard"
-    )
-    done = run_distexp(*command.split(), cwd=tmp_path, env=slurm.env)
+    cells = 'sweep.cells=[["cluster.nodes=2","cluster.workers_per_node=1"],["cluster.nodes=4"]]'
+    command = "--multirun cluster=slurm cluster.workers_per_node=2 strategy=fsdp sharding=hybrid_shard"
+    done = run_distexp(*command.split(), cells, cwd=tmp_path, env=slurm.env)
     assert done.returncode == 1, "every run fails because the GPUs of the test cluster are fake"
     assert "Traceback" not in done.stdout + done.stderr
     (sweep,) = (tmp_path / "multirun_outputs/distexp").iterdir()
-    for number, (nodes, workers) in enumerate(((2, 1), (2, 2), (4, 1), (4, 2))):
+    for number, (nodes, workers) in enumerate(((2, 1), (4, 2))):
         cpus, gpus = nodes * workers * 4, nodes * workers
         allocated = slurm.wait_accounted(latest_jobs(sweep)[number], "State,AllocNodes,AllocCPUS,AllocTRES")
         assert allocated.startswith(f"FAILED|{nodes}|{cpus}|")
@@ -154,28 +153,28 @@ def test_nodes_and_workers_of_a_sweep_reach_slurm(slurm: Cluster, tmp_path: Path
 
 
 def test_status_follows_a_sweep_submitted_without_waiting(slurm: Cluster, tmp_path: Path) -> None:
-    command = "--multirun cluster=slurm zero_stage=1,2,3 offload=true,false cluster.wait=false"
+    command = "--multirun cluster=slurm zero_stage=1,2 offload=true,false cluster.wait=false"
     done = run_distexp(*command.split(), cwd=tmp_path, env=slurm.env)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "runs 0-5, 1 node with 1 cuda worker" in done.stdout
+    assert "runs 0-3, 1 node with 1 cuda worker" in done.stdout
     (sweep,) = (tmp_path / "multirun_outputs/distexp").iterdir()
     array = latest_jobs(sweep)[0].partition("_")[0]
     assert f"job {array}:" in done.stdout
-    assert latest_jobs(sweep) == [f"{array}_{index}" for index in range(6)]
+    assert latest_jobs(sweep) == [f"{array}_{index}" for index in range(4)]
     wait_for(all_ended(slurm, sweep))
-    assert "6 failed" in status(slurm, sweep, cwd=tmp_path)
-    assert [entry.state for entry in run_dirs.latest(sweep).values()] == ["failed"] * 6
+    assert "4 failed" in status(slurm, sweep, cwd=tmp_path)
+    assert [entry.state for entry in run_dirs.latest(sweep).values()] == ["failed"] * 4
     watched = run_module("distexp.status", str(sweep), "--watch", env=slurm.env)
     assert watched.returncode == 1
 
     # A run that is requeued by hand after its end is active again.
     wait_for(lambda: slurm.count_idle() == NODES)
-    slurm.command("scontrol", "requeue", f"{array}_5")
-    (sweep / "5/record.json").unlink()
+    slurm.command("scontrol", "requeue", f"{array}_3")
+    (sweep / "3/record.json").unlink()
     assert "pending" in status(slurm, sweep)
-    start_now(slurm, f"{array}_5")
+    start_now(slurm, f"{array}_3")
     wait_for(all_ended(slurm, sweep))
-    assert [attempt["job_id"] for attempt in read_record(sweep, 5).run.attempts] == [f"{array}_5"] * 2
+    assert [attempt["job_id"] for attempt in read_record(sweep, 3).run.attempts] == [f"{array}_3"] * 2
 
 
 def test_pending_runs_have_a_reason_and_can_be_cancelled(slurm: Cluster, tmp_path: Path) -> None:
@@ -293,14 +292,7 @@ def test_jobs_run_the_code_as_it_was_at_submission(slurm: Cluster, tmp_path: Pat
     done = start_distexp(*overrides, cwd=checkout, env=env)
     assert done.returncode == 0, done.stdout + done.stderr
     edit(checkout, "CHANGED BEFORE", "CHANGED AFTER")
-
-    # The controller is restarted while the job is pending, and status runs in between.
-    slurm.stop_controller()
-    without_controller = run_module("distexp.status", str(sweep), env=slurm.env)
-    assert (without_controller.returncode, "unknown" in without_controller.stdout) == (0, True)
-    slurm.start_controller()
     shutil.rmtree(checkout)
-    wait_for(lambda: "JobHeldUser" in status(slurm, sweep))
     slurm.command("scontrol", "release", latest_jobs(sweep)[0])
     wait_for(all_ended(slurm, sweep))
 
