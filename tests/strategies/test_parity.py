@@ -123,11 +123,11 @@ CELLS: dict[
     },
     ("deepspeed_trainer", 2): {
         "hf_shard_grad_op_offload": (HF, "sharding=shard_grad_op", "offload=true"),
-        "hf_bf16_full_shard": (HF, "sharding=full_shard", "precision=bf16"),
         "hf_chunked_zero3": (HF, *CHUNKED, TARGETS, "zero_stage=3"),
         "hf_bf16_zero2": (HF, "zero_stage=2", "precision=bf16"),
     },
     ("deepspeed_trainer_release", 2): {
+        "hf_bf16_full_shard": (HF, "sharding=full_shard", "precision=bf16"),
         "hf_packed_full_shard": (HF, *PACKED, "sharding=full_shard"),
         "hf_zero0": (HF, "zero_stage=0"),
         "hf_targets_full_shard": (HF, TARGETS, "sharding=full_shard"),
