@@ -30,7 +30,7 @@ QUESTIONS = (  # seven, which neither 3 nor 6 workers divide
 EXACT_MATCH = 100 * sum(question.exact for question in QUESTIONS) / len(QUESTIONS)
 F1 = 100 * sum(question.f1 for question in QUESTIONS) / len(QUESTIONS)
 MEMORIZED = {f"{question.name}-{index}": question.answer for index, question in enumerate(QUESTIONS)}
-REPEATS = 48  # of each question in the training set
+REPEATS = 240  # of each question in the training set, so that it is evaluated once
 
 ANSWERS = (
     "model=gpt_tiny",
@@ -45,6 +45,8 @@ ANSWERS = (
     "train.eval_batch_size=2",
     "train.max_steps=60",
     "train.learning_rate=0.006",
+    "train.micro_batch_size=8",
+    "train.global_batch_size=24",
 )
 SWAPPED = (*ANSWERS, "dataset.eval_path=QUESTIONS/swapped.json")
 IMAGES = (
@@ -54,6 +56,7 @@ IMAGES = (
     "train.optimizer=adamw",
     "train.save_model=false",
     "train.eval_batch_size=4",
+    "train.max_steps=7",
 )
 
 

@@ -18,7 +18,7 @@ from distexp.runs.record import RunRecord
 from distexp.runs.run_dir import RECORD
 from tests.helpers.forked_cli import TIMEOUT_S
 from tests.helpers.grid import read_lines
-from tests.helpers.runs import RANKS, make_spec, start_module
+from tests.helpers.runs import RANKS, make_spec, run_module
 
 VOCABULARY = 300
 TOKENS: dict[str, Any] = {"vocab_size": VOCABULARY, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
@@ -223,8 +223,8 @@ def write_cells(
 
 
 def train_written(folder: Path) -> None:
-    """Train all cells that were written below a folder. One process imports the libraries for all."""
-    done = start_module("tests.helpers.zoo_ranks", str(folder), timeout=2 * TIMEOUT_S, env=RANKS)
+    """Train all cells that were written below a folder. They are forks of one process that has the libraries."""
+    done = run_module("tests.helpers.zoo_ranks", str(folder), timeout=2 * TIMEOUT_S, env=RANKS)
     assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
 
 

@@ -146,8 +146,9 @@ CELLS: dict[str, tuple[str, ...]] = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("model", ["gpt_tiny", "llama"])
+@pytest.mark.parametrize(
+    "model", [pytest.param("gpt_tiny", marks=pytest.mark.slow), pytest.param("llama", marks=pytest.mark.release)]
+)
 def test_blocks_that_store_some_results_train_as_others(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

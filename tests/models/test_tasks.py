@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +93,21 @@ def strategies_of(name: str) -> tuple[str, str]:
 TRAINER = ("bert_tags", "vit")
 """Models that the Trainer of transformers trains with ZeRO-3 too. It then partitions each model that is built later."""
 
+EXAMPLES = ("t5", "bert", "deberta-v2", "vit", "resnet", "llama_classes", "bert_tags", "timm", "torchvision")
+"""Models of each task that differ most. The others are left to a release."""
+
+
+def cases(names: Iterable[str]) -> list[Any]:
+    """Return the test parameters of models, each with its strategies."""
+    found = [(name, each) for name in names for each in (*strategies_of(name), *["trainer"] * (name in TRAINER))]
+    return [pytest.param(*case, marks=mark(case[0])) for case in found]
+
+
+def mark(name: str) -> pytest.MarkDecorator:
+    """Return the mark of a model."""
+    return pytest.mark.slow if name in EXAMPLES else pytest.mark.release
+
+
 SCRIPT = HELPERS / "many_runs.py"
 WHOLE = (*grid.COMMON, "train.micro_batch_size=24", "train.gradient_accumulation_steps=1")
 """The settings of ``run_grid``, with whole global batches."""
@@ -121,20 +138,26 @@ def save(folder: Path, name: str, other_task: str | None = None) -> tuple[str, .
 
 
 @pytest.fixture(scope="module")
-def runs(models: dict[str, tuple[str, ...]], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Train all models with each strategy; return the folder of the cells, ``<model>.<strategy>``."""
-    folder = tmp_path_factory.mktemp("runs")
-    single = {f"{name}.single": ("strategy=single", *model, *own(name)) for name, model in models.items()}
-    run_grid(SCRIPT, folder / "1", 1, single)
-    cells = {
-        f"{name}.{strategy}": (STRATEGIES[strategy], *model, *own(name))
-        for name, model in models.items()
-        for strategy in strategies_of(name)
-    }
-    trainer = ("engine=hf_trainer", STRATEGIES["zero3"])
-    cells |= {f"{name}.trainer": (*trainer, *models[name], *own(name)) for name in TRAINER}
-    run_grid(SCRIPT, folder / "2", 2, cells)
-    return folder
+def runs(models: dict[str, tuple[str, ...]], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Return a function that trains a model, and all with its mark; it returns the folder of ``<model>.<strategy>``."""
+
+    @cache
+    def run(are_examples: bool) -> Path:
+        folder = tmp_path_factory.mktemp("runs")
+        chosen = {name: model for name, model in models.items() if (name in EXAMPLES) == are_examples}
+        single = {f"{name}.single": ("strategy=single", *model, *own(name)) for name, model in chosen.items()}
+        run_grid(SCRIPT, folder / "1", 1, single)
+        cells = {
+            f"{name}.{strategy}": (STRATEGIES[strategy], *model, *own(name))
+            for name, model in chosen.items()
+            for strategy in strategies_of(name)
+        }
+        trainer = ("engine=hf_trainer", STRATEGIES["zero3"])
+        cells |= {f"{name}.trainer": (*trainer, *models[name], *own(name)) for name in TRAINER if name in chosen}
+        run_grid(SCRIPT, folder / "2", 2, cells)
+        return folder
+
+    return lambda name: run(name in EXAMPLES)
 
 
 def own(name: str) -> tuple[str, ...]:
@@ -151,14 +174,10 @@ def read(folder: Path) -> tuple[list[float], RunRecord]:
     return [line["loss"] for line in lines if "loss" in line], RunRecord.read(folder / "record.json")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "strategy"),
-    [(name, each) for name in NAMES for each in strategies_of(name)] + [(n, "trainer") for n in TRAINER],
-)
-def test_every_task_trains_as_with_single(name: str, strategy: str, runs: Path) -> None:
-    losses, record = read(runs / "2" / f"{name}.{strategy}")
-    expected, reference = read(runs / "1" / f"{name}.single")
+@pytest.mark.parametrize(("name", "strategy"), cases(NAMES))
+def test_every_task_trains_as_with_single(name: str, strategy: str, runs: Callable[[str], Path]) -> None:
+    losses, record = read(runs(name) / "2" / f"{name}.{strategy}")
+    expected, reference = read(runs(name) / "1" / f"{name}.single")
     assert len(losses) == 4
     assert losses == pytest.approx(expected, rel=0, abs=1e-5)
     assert reference.metrics is not None
@@ -171,12 +190,19 @@ def test_every_task_trains_as_with_single(name: str, strategy: str, runs: Path) 
         assert record.metrics.model_tflops_per_sample
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["t5", "bart", "bert", "bert_classes", "bert_tags", "llama_classes"])
-def test_the_losses_are_those_of_transformers(name: str, models: dict[str, tuple[str, ...]], runs: Path) -> None:
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=mark(name))
+        for name in ("t5", "bart", "bert", "bert_classes", "bert_tags", "llama_classes")
+    ],
+)
+def test_the_losses_are_those_of_transformers(
+    name: str, models: dict[str, tuple[str, ...]], runs: Callable[[str], Path]
+) -> None:
     """A loop over whole global batches, whose loss is that of transformers for ``labels``, and a saved model."""
     config = resolve_cell("strategy=single", "cluster.workers_per_node=1", *WHOLE, *models[name], *own(name))
-    context = Context(0, 1, 0, 1, 1, torch.device("cpu"), run_dir=runs)
+    context = Context(0, 1, 0, 1, 1, torch.device("cpu"), run_dir=runs(name))
     data = load_data(config, context)
     kind = getattr(transformers, config.model.traits.auto_class)
     model = kind.from_pretrained(config.model.name)
@@ -194,9 +220,9 @@ def test_the_losses_are_those_of_transformers(name: str, models: dict[str, tuple
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    expected, record = read(runs / "1" / f"{name}.single")
+    expected, record = read(runs(name) / "1" / f"{name}.single")
     assert losses == pytest.approx(expected, rel=3e-7, abs=1e-6)  # three units in the last place of fp32
-    saved, info = kind.from_pretrained(runs / "2" / f"{name}.zero3" / "model", output_loading_info=True)
+    saved, info = kind.from_pretrained(runs(name) / "2" / f"{name}.zero3" / "model", output_loading_info=True)
     assert not info["missing_keys"]
     batch = data.collate([data.evaluation[index] for index in range(10)])
     assert record.metrics is not None

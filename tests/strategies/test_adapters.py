@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,7 @@ from tests.models.test_tasks import save as save_task_model
 LORA = ("adapter=lora", "adapter.rank=4", "adapter.alpha=8")
 LARGE_STEPS = ("train.learning_rate=0.02", "train.warmup_steps=0")
 COMMON = (
-    *(*LORA, *LARGE_STEPS, "train.max_steps=6", "train.checkpoint_every=2", "dataset.train_size=60"),
+    *(*LORA, *LARGE_STEPS, "train.max_steps=4", "train.checkpoint_every=2", "dataset.train_size=60"),
     *("train.measure_after_step=1", "dataset.eval_size=8", "cluster.cpus_per_worker=1"),
 )
 BYTE = ("model.tokenizer=byte", "dataset.max_length=64")
@@ -77,6 +78,16 @@ CELLS = {
     "image_hybrid_shard": (*IMAGES, "sharding=hybrid_shard"),
     "image_zero2": (*IMAGES, "zero_stage=2"),
 }
+EXAMPLES = (
+    *("llama", "gpt", "bf16", "classes", "image", "llama_full_shard", "llama_zero2_offload", "gpt_shard_grad_op"),
+    *("bf16_ddp_step", "bf16_zero3", "classes_zero3", "image_hybrid_shard"),
+)
+"""Cells that differ most: each wrapper, what it casts and offloads, and a model with each kind of head."""
+
+
+def cases(names: Iterable[str]) -> list[Any]:
+    """Return the test parameters of cells; those that are no examples are left to a release."""
+    return [pytest.param(name, marks=pytest.mark.slow if name in EXAMPLES else pytest.mark.release) for name in names]
 
 
 @pytest.fixture(scope="module")
@@ -94,33 +105,37 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def runs(tmp_path_factory: pytest.TempPathFactory, models: Path) -> Runs:
     """Return a function that trains the cells of some workers, each one without and with an interruption."""
 
-    def run(folder: Path, library: str, workers: int) -> None:
+    def run(folder: Path, half: str, workers: int) -> None:
         single = {name: (*overrides, "strategy=single") for name, overrides in REFERENCES.items()}
         cells = single if workers == 1 else CELLS
         located = {
             name: tuple(text.replace("FOLDER", str(models)) for text in (*COMMON, *overrides))
             for name, overrides in cells.items()
+            if (name in EXAMPLES) == (half == "examples")
         }
         run_grid(HELPERS / "interrupted_runs.py", folder, workers, located)
 
     return run_once(tmp_path_factory, run)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", CELLS)
+def folder_of(runs: Runs, name: str) -> Path:
+    """Return the folder of a cell."""
+    return runs("examples" if name in EXAMPLES else "others", 1 if name in REFERENCES else 2) / name
+
+
+@pytest.mark.parametrize("name", cases(CELLS))
 def test_losses_equal_those_of_single(name: str, runs: Runs) -> None:
     reference = name.partition("_")[0]
     # Two workers round the gradients of bf16 weights twice.
     tolerance = 2e-3 if reference == "bf16" else 1e-5
     expected, actual = (
-        read_lines(folder / "uninterrupted.jsonl")
-        for folder in (runs("torch", 1) / reference, runs("deepspeed", 2) / name)
+        read_lines(folder / "uninterrupted.jsonl") for folder in (folder_of(runs, reference), folder_of(runs, name))
     )
-    assert len(actual) == 6
+    assert len(actual) == 4
     assert [step["loss"] for step in actual] == pytest.approx([step["loss"] for step in expected], rel=tolerance)
     if reference not in ("classes", "image"):  # whose labels are random
         assert actual[0]["loss"] - actual[-1]["loss"] > 0.02, "the adapters learn"
-    built = RunRecord.read(runs("deepspeed", 2) / name / "record.json").built
+    built = RunRecord.read(folder_of(runs, name) / "record.json").built
     assert built is not None
     assert built.trained_parameters is not None
     assert 0 < built.trained_parameters < 0.2 * built.parameters
@@ -128,15 +143,14 @@ def test_losses_equal_those_of_single(name: str, runs: Runs) -> None:
         assert built.param_dtype == "bfloat16"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [*REFERENCES, *CELLS])
+@pytest.mark.parametrize("name", cases([*REFERENCES, *CELLS]))
 def test_a_resumed_training_equals_an_uninterrupted_one(name: str, runs: Runs) -> None:
-    folder = runs("torch", 1) / name if name in REFERENCES else runs("deepspeed", 2) / name
+    folder = folder_of(runs, name)
     expected, actual = (read_lines(folder / file) for file in ("uninterrupted.jsonl", "metrics.jsonl"))
-    assert [step["step"] for step in actual] == list(range(1, 7))
+    assert [step["step"] for step in actual] == list(range(1, 5))
     assert [step["loss"] for step in actual] == pytest.approx([step["loss"] for step in expected], rel=1e-6)
     events = read_lines(folder / "events.jsonl")
-    assert [event["resumed_from_step"] for event in events if "resumed_from_step" in event] == [4]
+    assert [event["resumed_from_step"] for event in events if "resumed_from_step" in event] == [2]
     names = saved_names(disk.list_checkpoints(folder)[0] / "engine")
     assert names
     heads = {"classes": ("classifier", "pooler"), "image": ("classifier",)}.get(name.partition("_")[0], ())
@@ -160,7 +174,7 @@ def test_adapters_of_another_model_or_rank_are_refused(runs: Runs, models: Path,
     shutil.copytree(models / "llama", tmp_path / "other")
     base.model.norm.weight.data[0] = 2.0
     base.save_pretrained(tmp_path / "other")
-    resumed = ("train.checkpoint_every=null", f"train.resume={runs('torch', 1) / 'llama'}")
+    resumed = ("train.checkpoint_every=null", f"train.resume={folder_of(runs, 'llama')}")
     given = [text.replace("FOLDER/llama", str(tmp_path / "other")) for text in HF]
     same = [text.replace("FOLDER", str(models)) for text in HF]
     cells = {
@@ -175,11 +189,12 @@ def test_adapters_of_another_model_or_rank_are_refused(runs: Runs, models: Path,
     assert "checkpoint_format is torch, adapters only instead of torch" in refused["full"]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["llama", "llama_full_shard", "llama_zero2_offload", "llama_zero3", "bf16_zero3"])
+@pytest.mark.parametrize(
+    "name", cases(["llama", "llama_full_shard", "llama_zero2_offload", "llama_zero3", "bf16_zero3"])
+)
 def test_peft_loads_a_saved_adapter_with_the_same_logits(name: str, runs: Runs, models: Path) -> None:
     """The weights of the checkpoint of ``single`` are those of a model that distexp builds."""
-    saved = (runs("torch", 1) if name in REFERENCES else runs("deepspeed", 2)) / name / "model"
+    saved = folder_of(runs, name) / "model"
     settings = json.loads((saved / "adapter_config.json").read_text())
     assert settings["base_model_name_or_path"] == str(models / "llama")
     weights = load_file(saved / "adapter_model.safetensors")
@@ -196,11 +211,10 @@ def test_peft_loads_a_saved_adapter_with_the_same_logits(name: str, runs: Runs, 
         assert (plain(input_ids=tokens).logits - expected).abs().max() > 0.01
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["classes", "classes_full_shard", "classes_zero3"])
+@pytest.mark.parametrize("name", cases(["classes", "classes_full_shard", "classes_zero3"]))
 def test_peft_loads_a_classifier_with_its_head(name: str, runs: Runs, models: Path, tmp_path: Path) -> None:
     """The loss of the evaluation set, by the saved adapter and head, on the frozen weights of the base."""
-    folder = runs("torch", 1) / name if name in REFERENCES else runs("deepspeed", 2) / name
+    folder = folder_of(runs, name)
     model = peft.AutoPeftModelForSequenceClassification.from_pretrained(str(folder / "model"), num_labels=5).eval()
     located = [text.replace("FOLDER", str(models)) for text in (*COMMON, *CLASSES)]
     config = resolve_cell("cluster.device=cpu", "strategy=single", *located)
@@ -301,12 +315,14 @@ def test_frozen_weights_have_no_products_for_gradients(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "shards", "bytes_of_weights"),
     [
-        (("strategy=single",), (1, 1), 4),
+        pytest.param(("strategy=single",), (1, 1), 4, marks=pytest.mark.release),
         (("strategy=single", "precision=bf16"), (1, 1), 2),
-        (("strategy=ddp", "cluster.workers_per_node=2"), (1, 1), 4),
+        pytest.param(("strategy=ddp", "cluster.workers_per_node=2"), (1, 1), 4, marks=pytest.mark.release),
         (("sharding=full_shard", "cluster.workers_per_node=2"), (2, 2), 4),
         (("zero_stage=2", "precision=bf16", "cluster.workers_per_node=2"), (1, 2), 2),
-        (("zero_stage=3", "precision=bf16", "cluster.workers_per_node=2"), (2, 2), 2),
+        pytest.param(
+            ("zero_stage=3", "precision=bf16", "cluster.workers_per_node=2"), (2, 2), 2, marks=pytest.mark.release
+        ),
     ],
 )
 def test_only_adapters_have_gradients_and_states_in_a_prediction(
@@ -326,7 +342,7 @@ def test_only_adapters_have_gradients_and_states_in_a_prediction(
     assert before["optimizer_states"] == pytest.approx(moments * TRAINED / shards[1], rel=0.02)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.release), "bf16"])
 def test_the_predicted_peak_is_that_of_the_allocator(precision: str, tmp_path: Path) -> None:
     config = resolve_cell(
         *(*TINY, "strategy=single", f"precision={precision}", "dataset.max_length=128", "model.seq_length=128")

@@ -52,6 +52,8 @@ SMALL: dict[str, Mapping[str, Any]] = {"plain": {}, "chunked": {"train.loss": "c
 MODELS: dict[str, dict[str, Mapping[str, Any]]] = {
     "gpt_tiny": {
         **SMALL,
+        "few": {},
+        "few_packed": {"model.attention": "sdpa", "dataset.packing": True},
         "sdpa": {"model.attention": "sdpa"},
         "tied": {"model.tie_embeddings": True},
         "packed": {"model.attention": "sdpa", "dataset.packing": True},
@@ -61,17 +63,22 @@ MODELS: dict[str, dict[str, Mapping[str, Any]]] = {
 
 
 OTHERS = ("llama", "mistral")
-OTHER_VARIANTS: dict[str, Mapping[str, Any]] = {**SMALL, "packed": {"dataset.packing": True}}
+OTHER_VARIANTS: dict[str, Mapping[str, Any]] = {
+    **SMALL,
+    **{name: {"dataset.packing": True} for name in ("few_packed", "packed")},
+}
 
 
 def cells_of(name: str) -> tuple[str, ...]:
     """Return the cells of a model: all, or those whose slices, groups and shards differ from each other."""
-    return (*CELLS, *FOUR) if name == "plain" else ("ddp", "hybrid_2x2", "checkpointed_2x2")
+    return (*CELLS, *FOUR) if name == "plain" else FEW.get(name, ("ddp", "hybrid_2x2", "checkpointed_2x2"))
 
 
-HALVES = Halves(
-    {**MODELS, **dict.fromkeys(OTHERS, OTHER_VARIANTS)}, {"gpt_tiny": ("plain", "packed"), "llama": ("packed",)}
-)
+FEW = {"few": ("ddp", "hybrid_2x2", "checkpointed_2x2", "four", "full_shard_tensor"), "few_packed": ("ddp",)}
+"""Cells of the variants that are not left to a release."""
+
+
+HALVES = Halves({**MODELS, **dict.fromkeys(OTHERS, OTHER_VARIANTS)}, {"gpt_tiny": tuple(FEW), "llama": ("few_packed",)})
 
 
 @pytest.fixture(scope="module")
@@ -95,16 +102,17 @@ def test_own_models_train_as_on_one_worker(
     folder = runs(model, names[0])
     for name in names:
         check_outcomes(folder, name, *cells_of(name))
-    if "plain" in names:
+    for name in {"plain", "few"}.intersection(names):
         monkeypatch.syspath_prepend(HELPERS)  # of the data set
-        check_built(folder)
+        check_built(folder, name)
 
 
-def check_built(folder: Path) -> None:
-    """Check what the cells have built and measured, and the memory that was predicted for them."""
-    for cell, options in {**CELLS, **FOUR}.items():
-        record = RunRecord.read(next(folder.glob(f"plain-*/{cell}/record.json")))
-        alone = RunRecord.read(folder / "plain-1" / "single" / "record.json")
+def check_built(folder: Path, variant: str) -> None:
+    """Check what the cells of a variant have built and measured, and the memory that was predicted for them."""
+    for cell in cells_of(variant):
+        options = {**CELLS, **FOUR}[cell]
+        record = RunRecord.read(next(folder.glob(f"{variant}-*/{cell}/record.json")))
+        alone = RunRecord.read(folder / f"{variant}-1" / "single" / "record.json")
         assert record.built is not None
         built = record.built
         assert (built.context, built.tensor) == (4 if cell == "four" else 2, 2 if cell in BOTH else 1)
@@ -113,8 +121,8 @@ def check_built(folder: Path) -> None:
             assert built.mesh == ([2, 1] if cell == "ddp_tensor" else [1, 2])
         assert record.metrics.padding_share == alone.metrics.padding_share
         assert record.metrics.model_tflops_per_sample == pytest.approx(alone.metrics.model_tflops_per_sample)
-    for cell in ("ddp", "four", *BOTH):
-        check_predicted_memory(next(folder.glob(f"plain-*/{cell}")))
+    for cell in ("four", "full_shard_tensor") if variant == "few" else ("ddp", "four", *BOTH):
+        check_predicted_memory(next(folder.glob(f"{variant}-*/{cell}")))
 
 
 def check_predicted_memory(run: Path) -> None:

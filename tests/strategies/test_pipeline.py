@@ -77,6 +77,8 @@ MODELS: dict[str, dict[str, Mapping[str, Any]]] = {
         "checkpointed": {"train.activation_checkpointing": True},
         "bf16": {"precision.name": "bf16"},
         "muon": {"train.optimizer": "muon"},
+        "few": {},
+        "few_checkpointed": {"train.activation_checkpointing": True},
     },
     "bloom_tiny": {"plain": {}, "sdpa": {"model.attention": "sdpa"}},
 }
@@ -84,6 +86,8 @@ MODELS: dict[str, dict[str, Mapping[str, Any]]] = {
 
 def cells_of(name: str) -> tuple[str, ...]:
     """Return the cells of a model: all, or some in which the workers have one stage or two, and a group or two."""
+    if name in FEW:
+        return FEW[name]
     if name in ("plain", "tied"):
         return tuple(CELLS)
     if name in ("checkpointed", "muon"):
@@ -91,16 +95,16 @@ def cells_of(name: str) -> tuple[str, ...]:
     return ("1f1b", "interleaved", "zero_bubble_2x2")
 
 
-TYPES = {"llama": ("full_shard_2x2", "tensor_2x2"), "gemma3_text": ("shard_grad_op_2x2", "tensor_2x2")}
-"""Types of transformers, and the cells of each besides ``1f1b``."""
+FEW = {
+    "few": ("gpipe", "interleaved", "zero_bubble_2x2", "four", "hybrid_2x2"),
+    "few_checkpointed": ("interleaved", "full_shard_2x2"),
+}
+"""Cells of the variants that are not left to a release. The types of transformers have most of the others."""
 
+TYPES = {"llama": ("1f1b", "full_shard_2x2", "tensor_2x2"), "gemma3_text": ("shard_grad_op_2x2",)}
+"""Types of transformers, and the cells of each."""
 
-def type_cells(kind: str) -> tuple[str, ...]:
-    """Return the cells of a type of transformers."""
-    return ("1f1b", *TYPES[kind])
-
-
-HALVES = Halves(MODELS, {"gpt_tiny": ("plain", "checkpointed")})
+HALVES = Halves(MODELS, {"gpt_tiny": tuple(FEW)})
 
 
 @pytest.fixture(scope="module")
@@ -120,7 +124,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("pipeline")
     types = {kind: {"model.name": str(write_config(root, kind))} for kind in TYPES}
     base = (*hugging_face(root / "base", "llama"), *COMMON)
-    write_cells(root / "types", base, types, {name: CELLS[name] for name in ("1f1b", *WRAPPERS)}, type_cells)
+    write_cells(root / "types", base, types, {name: CELLS[name] for name in ("1f1b", *WRAPPERS)}, TYPES.__getitem__)
     write_resumed(root / "resumed")
     train_written(root)
     return root
@@ -133,16 +137,17 @@ def test_own_models_train_as_on_one_worker(
     folder = variants(model, names[0])
     for name in names:
         check_outcomes(folder, name, *cells_of(name))
-    if "plain" in names:
+    for name in {"plain", "few"}.intersection(names):
         monkeypatch.syspath_prepend(HELPERS)  # of the data set
-        check_built(folder)
+        check_built(folder, name)
 
 
-def check_built(folder: Path) -> None:
-    """Check what the cells have built, and the memory that was predicted for them."""
-    alone = RunRecord.read(folder / "plain-1" / "single" / "record.json")
-    for each, options in CELLS.items():
-        record = RunRecord.read(next(folder.glob(f"plain-*/{each}/record.json")))
+def check_built(folder: Path, variant: str) -> None:
+    """Check what the cells of a variant have built, and the memory that was predicted for them."""
+    alone = RunRecord.read(folder / f"{variant}-1" / "single" / "record.json")
+    for each in cells_of(variant):
+        options = CELLS[each]
+        record = RunRecord.read(next(folder.glob(f"{variant}-*/{each}/record.json")))
         assert record.built is not None
         assert alone.built is not None
         workers = 4 if "four" in each else 2
@@ -156,8 +161,8 @@ def check_built(folder: Path) -> None:
         assert len(built.stages) == workers * (2 if each.startswith(("interleaved", "zero")) else 1)
         assert built.parameters == alone.built.parameters
         assert record.metrics.padding_share == alone.metrics.padding_share
-    for each in ("gpipe", "1f1b", *WRAPPERS):
-        check_predicted_memory(next(folder.glob(f"plain-*/{each}")))
+    for each in ("gpipe", "hybrid_2x2") if variant == "few" else ("gpipe", "1f1b", *WRAPPERS):
+        check_predicted_memory(next(folder.glob(f"{variant}-*/{each}")))
 
 
 def check_predicted_memory(run: Path) -> None:
@@ -177,7 +182,7 @@ def check_predicted_memory(run: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", TYPES)
 def test_models_of_transformers_train_as_on_one_worker(kind: str, runs: Path) -> None:
-    check_outcomes(runs / "types", kind, *type_cells(kind))
+    check_outcomes(runs / "types", kind, *TYPES[kind])
 
 
 @pytest.mark.release
@@ -186,24 +191,23 @@ def test_all_named_types_train_as_on_one_worker(tmp_path: Path) -> None:
 
 
 RESUMED = {
-    "b_of_stages": "a-2/1f1b",
-    "c_of_one": "a-1/single",
-    "d_of_shards": "a-4/full_shard_2x2",
-    "e_of_tensor": "a-4/tensor_2x2",
-    "f_of_hybrid": "a-8/hybrid_2x2x2",
+    "b_of_stages": ("a-2/1f1b", "full_shard_2x2"),
+    "c_of_one": ("a-1/single", "1f1b"),
+    "d_of_shards": ("a-4/full_shard_2x2", "1f1b"),
+    "e_of_tensor": ("a-4/tensor_2x2", "full_shard_2x2"),
+    "f_of_hybrid": ("a-8/hybrid_2x2x2", "1f1b"),
 }
-"""Runs with other stages or without any, and the run whose checkpoint they resume."""
+"""The run whose checkpoint is resumed, by one worker and in a cell with other stages."""
 
 RESUMED_CELLS = {
-    **{name: CELLS[name] for name in ("1f1b", "zero_bubble", "1f1b_2x2", "full_shard_2x2", "tensor_2x2")},
-    "ddp": ("strategy=ddp", "train.gradient_accumulation_steps=2"),
+    **{name: CELLS[name] for name in ("1f1b", "zero_bubble", "full_shard_2x2", "tensor_2x2")},
     "hybrid_2x2x2": ("sharding=hybrid_shard", "fsdp.replicas=2", "parallel.tensor=2", "cluster.workers_per_node=8"),
 }
 
 
 def resumed_cells(name: str) -> tuple[str, ...]:
-    """Return the cells of a run: all, or two of those that resume."""
-    return tuple(RESUMED_CELLS) if name == "a" else ("1f1b", "full_shard_2x2")
+    """Return the cells of a run: all, or the one that resumes."""
+    return tuple(RESUMED_CELLS) if name == "a" else (RESUMED[name][1],)
 
 
 def write_resumed(folder: Path) -> None:
@@ -213,7 +217,7 @@ def write_resumed(folder: Path) -> None:
     path = folder / "configs" / "qwen2" / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "num_hidden_layers": 5}))
     written = {"train.checkpoint_every": 2, "train.save_model": True}
-    resumed = {name: {"train.resume": str(folder / run / "checkpoints")} for name, run in RESUMED.items()}
+    resumed = {name: {"train.resume": str(folder / run / "checkpoints")} for name, (run, _) in RESUMED.items()}
     write_cells(folder, base, {"a": written, **resumed}, RESUMED_CELLS, resumed_cells)
 
 
@@ -222,7 +226,8 @@ def test_checkpoints_and_saved_models_are_those_of_the_whole_model(runs: Path) -
     folder = runs / "resumed"
     for name in ("a", *RESUMED):
         check_outcomes(folder, name, *resumed_cells(name))
-        assert RunRecord.read(folder / f"{name}-2" / "1f1b" / "record.json").status == "completed"
+        for each in resumed_cells(name):
+            assert RunRecord.read(next(folder.glob(f"{name}-*/{each}/record.json"))).status == "completed"
     for name in RESUMED:
         logs = "".join(log.read_text() for log in folder.glob(f"{name}-*/rank_0.log"))
         assert logs.count("resuming from step 2 of ") == 1 + len(resumed_cells(name))
@@ -266,19 +271,6 @@ TWO, INSTEAD = "parallel.pipeline=2", "parallel.pipeline=1"
         (("parallel.context=2", "cluster.workers_per_node=4"), "parallel.context=2 with", ("parallel.context=1",)),
         (("parallel.expert=2",), "parallel.expert=2 with parallel.pipeline=2 is not", ("parallel.expert=1",)),
         (("parallel.pipeline=1", "parallel.schedule=gpipe"), "order of the micro-batches in a pipeline", (TWO,)),
-        (("adapter=lora",), "adapter=lora: use adapter=none", ("adapter=none",)),
-        (("engine=hf_trainer",), "engine=hf_trainer: use engine=native", ("engine=native",)),
-        (("train.compile=true",), "train.compile=blocks: use train.compile=false", ("train.compile=false",)),
-        (("model.dropout=0.1",), "model.dropout=0.1: use model.dropout=0", ("model.dropout=0",)),
-        (("train.logits=targets",), "=targets: use train.logits=all", ("train.logits=all",)),
-        (("train.loss=chunked",), "=chunked: use train.loss=full", ("train.loss=full",)),
-        (("precision=fp16",), "precision=fp16: use precision=bf16", ("precision=bf16",)),
-        (
-            ("dataset.padding=longest",),
-            "padding=longest: use dataset.padding=max_length",
-            ("dataset.padding=max_length",),
-        ),
-        (("ddp.communication=bf16",), "ddp.communication=bf16 has no effect", ("ddp.communication=fp32",)),
         (("train.gradient_accumulation_steps=1",), "needs at least 2 micro-batches", ("parallel.schedule=gpipe",)),
         (
             ("parallel.schedule=interleaved", "train.gradient_accumulation_steps=5", "model.num_layers=4"),
@@ -301,6 +293,30 @@ def test_what_is_not_supported_is_refused_with_what_to_type(
     with pytest.raises(ConfigError, match=re.escape(message)):
         resolve_cell(*BASE, TWO, *overrides)
     assert resolve_cell(*BASE, TWO, *overrides, *fixed)
+
+
+TOGETHER = {
+    "adapter=lora": ("adapter=lora: use adapter=none", "adapter=none"),
+    "engine=hf_trainer": ("engine=hf_trainer: use engine=native", "engine=native"),
+    "train.compile=true": ("train.compile=blocks: use train.compile=false", "train.compile=false"),
+    "model.dropout=0.1": ("model.dropout=0.1: use model.dropout=0", "model.dropout=0"),
+    "train.logits=targets": ("=targets: use train.logits=all", "train.logits=all"),
+    "train.loss=chunked": ("=chunked: use train.loss=full", "train.loss=full"),
+    "precision=fp16": ("precision=fp16: use precision=bf16", "precision=bf16"),
+    "dataset.padding=longest": ("padding=longest: use dataset.padding=max_length", "dataset.padding=max_length"),
+    "ddp.communication=bf16": ("ddp.communication=bf16 has no effect", "ddp.communication=fp32"),
+}
+"""Settings that one command has, the message of each, and what to type."""
+
+
+def test_all_settings_that_are_not_supported_are_refused_in_one_command() -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolve_cell(*BASE, TWO, *TOGETHER)
+    errors = [error for error in caught.value.errors if "parallel.pipeline=2" in error]
+    assert len(errors) == len(TOGETHER)
+    for message, _ in TOGETHER.values():
+        assert sum(message in error for error in errors) == 1, message
+    assert resolve_cell(*BASE, TWO, *TOGETHER, *(fixed for _, fixed in TOGETHER.values()))
 
 
 def test_models_of_transformers_are_checked_before_a_worker_starts(tmp_path: Path) -> None:

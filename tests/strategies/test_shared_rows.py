@@ -22,12 +22,6 @@ BOTH: list[Row] = [
     (("strategy=deepspeed",), "strategy=deepspeed: choose strategy=fsdp or strategy=ddp", ("strategy=ddp",)),
     (("cluster.workers_per_node=3",), "the workers of a node", (FOUR,)),
     (("cluster.nodes=2", "cluster.workers_per_node=1"), "a node", ("cluster.workers_per_node=2",)),
-    (("offload=true",), "offload=true: use offload=false", ("offload=false",)),
-    (("strategy=ddp", "offload=true"), "offload=true: use offload=false", ("offload=false",)),
-    (("engine=hf_trainer",), "engine=hf_trainer: use engine=native", ("engine=native",)),
-    (("train.compile=true",), "train.compile=blocks: use train.compile=false", ("train.compile=false",)),
-    (("model.dropout=0.1",), "model.dropout=0.1: use model.dropout=0", ("model.dropout=0",)),
-    (("train.micro_batch_size=auto", BATCH), "=auto: use a number", ("train.micro_batch_size=2",)),
 ]
 OWN: dict[str, list[Row]] = {
     "tensor": [
@@ -37,6 +31,7 @@ OWN: dict[str, list[Row]] = {
             "fsdp.replicas=4 must divide the 2 groups of parallel.tensor=2: use fsdp.replicas=2",
             ("fsdp.replicas=2",),
         ),
+        (("strategy=ddp", "offload=true"), "offload=true: use offload=false", ("offload=false",)),
         (("strategy=ddp", "ddp.static_graph=true"), "ddp.static_graph=True has no", ("ddp.static_graph=false",)),
         (("strategy=ddp", "ddp.communication=bf16"), "=bf16 has no effect", ("ddp.communication=fp32",)),
         (("scaling=weak_model", "model.tie_embeddings=true"), "use scaling=fixed", ("scaling=fixed",)),
@@ -55,9 +50,6 @@ OWN: dict[str, list[Row]] = {
             "parallel.tensor=2 parallel.context=2 must divide the workers of a node, cluster.workers_per_node=6,",
             ("cluster.workers_per_node=8",),
         ),
-        (("adapter=lora",), "adapter=lora: use adapter=none", ("adapter=none",)),
-        (("train.logits=targets",), "=targets: use train.logits=all", ("train.logits=all",)),
-        (("dataset.max_length=33",), "max_length=33: use dataset.max_length=32", ("dataset.max_length=32",)),
         (("model.attention=flex",), "=flex of model=gpt_tiny: use model.attention=sdpa", ("model.attention=sdpa",)),
         (
             ("model=bloom_tiny", "model.attention=eager"),
@@ -88,6 +80,35 @@ def test_what_is_not_supported_is_refused_with_what_to_type(
     with pytest.raises(ConfigError, match=re.escape(message)):
         resolve_cell(*BASE, degree, *overrides)
     assert resolve_cell(*BASE, degree, *overrides, *fixed)
+
+
+TOGETHER = {
+    "offload=true": ("offload=true: use offload=false", "offload=false"),
+    "engine=hf_trainer": ("not supported by engine=hf_trainer: use engine=native, or parallel", "engine=native"),
+    "train.compile=true": ("train.compile=blocks: use train.compile=false", "train.compile=false"),
+    "model.dropout=0.1": ("model.dropout=0.1: use model.dropout=0", "model.dropout=0"),
+    "train.micro_batch_size=auto": ("train.micro_batch_size=auto: use a number", "train.micro_batch_size=2"),
+}
+SLICES = {
+    "adapter=lora": ("adapter=lora: use adapter=none", "adapter=none"),
+    "train.logits=targets": ("=targets: use train.logits=all", "train.logits=all"),
+    "dataset.max_length=33": ("max_length=33: use dataset.max_length=32", "dataset.max_length=32"),
+}
+"""Settings that one command has, the message of each, and what to type."""
+
+
+@pytest.mark.parametrize(("degree", "together"), [(TENSOR, TOGETHER), (CONTEXT, TOGETHER | SLICES)])
+def test_all_settings_that_are_not_supported_are_refused_in_one_command(
+    degree: str, together: dict[str, tuple[str, str]]
+) -> None:
+    overrides = (*BASE, degree, *together, BATCH)
+    with pytest.raises(ConfigError) as caught:
+        resolve_cell(*overrides)
+    errors = [error for error in caught.value.errors if error.startswith(degree)]
+    assert len(errors) == len(together)
+    for message, _ in together.values():
+        assert sum(message in error for error in errors) == 1, message
+    assert resolve_cell(*overrides, *(fixed for _, fixed in together.values()))
 
 
 @pytest.mark.parametrize("overrides", [("parallel.context=3",), ("strategy=ddp", TENSOR, "offload=true")])

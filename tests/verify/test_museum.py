@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -23,11 +23,13 @@ EXPECTED = {
     "resnet_tiny": {name: bug.cause for name, bug in IMAGE_BUGS.items()},
 }
 EXAMPLES = (
-    *("summed", "not_reduced", "last_micro_batch_only", "mean_per_micro_batch", "other_betas", "local_clip_norm"),
-    *("other_initial_weights", "untied", "resumed_without_states", "same_samples", "stale_evaluation"),
-    *("none", *IMAGE_BUGS),
+    *("not_reduced", "last_micro_batch_only", "other_betas", "clipped_before_reduction", "other_initial_weights"),
+    *("resumed_without_states", "same_samples", "stale_evaluation", *IMAGE_BUGS),
 )
-"""A bug of each part of a training: gradients, micro-batches, update, clipping, start, resume, data, evaluation."""
+"""A bug of each part of a training: gradients, micro-batches, update, clipping, start, resume, data, evaluation.
+
+The one of the last phase shows that the strategy of the museum without a bug is equal in all others.
+"""
 
 
 def mark(name: str) -> pytest.MarkDecorator:
@@ -50,10 +52,10 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return lambda model, name: of_group(model, name in EXAMPLES)[name]
 
 
-def verify_bugs(names: Iterable[str], model: str, folder: Path) -> dict[str, dict[str, Any]]:
+def verify_bugs(names: Sequence[str], model: str, folder: Path) -> dict[str, dict[str, Any]]:
     bugs = [f"strategy.options.bug={','.join(names)}", f"model={model}"]
     done = run_distexp("verify", *MUSEUM, *bugs, cwd=folder, env={"PYTHONPATH": str(REPOSITORY)})
-    assert done.returncode == 1, done.stdout[-2000:] + done.stderr[-2000:]
+    assert done.returncode == int(names != ["none"]), done.stdout[-2000:] + done.stderr[-2000:]
     return {result["label"].rpartition("=")[2]: result for result in json.loads(done.stdout)}
 
 
@@ -64,7 +66,7 @@ def test_a_bug_is_caught_and_its_cause_is_named(results: Any, model: str, name: 
     assert found["cause"]["id"] == EXPECTED[model][name], found["cause"]["sentence"]
 
 
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.parametrize("model", EXPECTED)
 def test_the_strategy_of_the_museum_without_a_bug_is_equal(results: Any, model: str) -> None:
     assert results(model, "none")["status"] == "equal"
