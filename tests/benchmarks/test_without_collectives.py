@@ -14,7 +14,9 @@ SHORT = ("model=bloom_tiny", "train.max_steps=3", "cluster.device=cpu", "cluster
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("strategy", "name"), [("ddp", "SilentDDP"), ("fsdp", "SilentFSDP")])
+@pytest.mark.parametrize(
+    ("strategy", "name"), [("ddp", "SilentDDP"), pytest.param("fsdp", "SilentFSDP", marks=pytest.mark.release)]
+)
 def test_workers_train_without_exchanging_gradients(strategy: str, name: str, tmp_path: Path) -> None:
     losses = []
     for target in (f"distexp.strategies.{strategy}.{strategy.upper()}", f"benchmarks.without_collectives.{name}"):

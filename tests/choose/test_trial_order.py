@@ -16,7 +16,7 @@ from distexp.choose.search import first_trials, prune_untried, search
 from distexp.runs.record_sections import Predicted
 from tests.helpers.landscapes import Landscape
 
-SEEDS = 40
+SEEDS = 20
 CHECKPOINT = "train.activation_checkpointing=true"
 
 

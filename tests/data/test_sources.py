@@ -7,6 +7,7 @@ import gzip
 import json
 import math
 import os
+import re
 import shlex
 from collections.abc import Callable
 from pathlib import Path
@@ -17,25 +18,27 @@ import numpy as np
 import pyarrow
 import pytest
 import torch
+from omegaconf import OmegaConf
 from PIL import Image
 from pyarrow import parquet
 from torch.nn import functional
 from torchvision import transforms
 from transformers import AutoTokenizer
 
-from distexp.cli.errors import data_overrides
-from distexp.config import ConfigError
+from distexp.cli.errors import data_overrides, explain_option
+from distexp.config import Config, ConfigError
 from distexp.config.custom_code import locate
 from distexp.data.base import IGNORE, TaskData
 from distexp.data.sources.formats import messages_error, read_turn, text_format
 from distexp.data.sources.rows import find_files, is_held_out, open_rows
 from distexp.distributed.context import Context
+from distexp.resolve import resolve
 from distexp.runs.record import RunRecord
 from distexp.system.seeding import seed_everything
 from distexp.training.build import load_data, model_factory, token_counts
 from tests.helpers.datasets import save_sentencepiece
 from tests.helpers.hand_written_loop import NativeLoop
-from tests.helpers.runs import resolve_cell, run_distexp
+from tests.helpers.runs import compose_cell, resolve_cell, run_distexp
 
 WORDS = ("the", "a", "cat", "dog", "runs", "sleeps", "big", "small", "red", "tree", "house", "and", "then", "sees")
 ONE_WORKER = ("strategy=single", "cluster.workers_per_node=1", "cluster.device=cpu", "train.micro_batch_size=1")
@@ -88,6 +91,22 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+PATHS = ("dataset.path", "dataset.eval_path")
+
+
+def resolve_data(*overrides: str) -> Config:
+    """Return the resolved configuration of a command line.
+
+    Simple paths are set without Hydra, which composes the same options again for each path.
+    """
+    pairs = [text.partition("=") for text in overrides]
+    simple = [(key, path) for key, _, path in pairs if key in PATHS and re.fullmatch(r"[\w./-]+", path)]
+    content, choices = compose_cell(*(text for text in overrides if tuple(text.split("=", 1)) not in simple))
+    for key, path in simple:
+        OmegaConf.update(content, key, path)
+    return resolve(content, choices)
+
+
 OVERRIDES = {
     "notes.txt": "dataset=text",
     "my.jsonl": "dataset=text",
@@ -101,10 +120,13 @@ OVERRIDES = {
 }
 """Overrides for each kind of data, without the path."""
 
+TRAINED = ("list.json", "saved", "qa.jsonl", "chat.jsonl", "photos")
+"""Kinds of data that train. The samples of the other texts are compared with their documents."""
+
 
 @pytest.mark.slow
 def test_each_kind_of_data_trains_by_one_override(files: Path, tmp_path: Path) -> None:
-    cells = [[*line.split(), f"dataset.path={files / name}"] for name, line in OVERRIDES.items()]
+    cells = [[*OVERRIDES[name].split(), f"dataset.path={files / name}"] for name in TRAINED]
     cells += [["dataset=squad_sample", "dataset.targets=all"]]
     sweep = f"sweep.cells={json.dumps(cells, separators=(',', ':'))}"
     words = (
@@ -122,15 +144,18 @@ def test_each_kind_of_data_trains_by_one_override(files: Path, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("name", OVERRIDES)
-def test_a_path_as_dataset_names_the_line_to_type(name: str, files: Path) -> None:
-    done = run_distexp(f"dataset={name}", *ONE_WORKER, cwd=files)
-    assert done.returncode != 0
-    _, _, line = done.stderr.strip().partition("is data and not an option: write ")
+def test_a_path_as_dataset_names_the_line_to_type(name: str, files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(files)
+    message = explain_option("dataset", name, [])
+    if name == "photos":
+        done = run_distexp(f"dataset={name}", *ONE_WORKER, cwd=files)
+        assert (done.returncode, done.stderr) == (2, f"distexp: {message}\n")
+    _, _, line = message.partition("is data and not an option: write ")
     line, _, other = line.partition(", or ")
     assert ("another model of images" in other) == (name == "photos")
     typed = [word.replace(f"={name}", f"={files / name}") for word in shlex.split(line)]
     assert set(OVERRIDES[name].split()) - {"dataset.image_size=16"} <= set(typed)
-    assert resolve_cell(*typed, *ONE_WORKER).dataset.path == str(files / name)
+    assert resolve_data(*typed, *ONE_WORKER).dataset.path == str(files / name)
 
 
 TURNS = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
@@ -160,7 +185,7 @@ def test_the_line_for_own_data_has_columns_with_the_right_values(
 
 def load(*overrides: str) -> TaskData:
     """Return the data of a command line, as a worker loads it."""
-    config = resolve_cell(*overrides)
+    config = resolve_data(*overrides)
     data: TaskData = locate(config.dataset._target_)(config.dataset, config.model, config.train.seed)
     return data
 
@@ -247,8 +272,8 @@ def compare_losses(
     common += ("train.schedule=constant", "train.weight_decay=0", "train.momentum=0", "train.log_every=1")
     place = {"rank": 0, "world_size": 1, "local_rank": 0, "workers_per_node": 1, "nodes": 1}
     context = Context(**place, device=torch.device("cpu"), run_dir=tmp_path)
-    rows = len(load_data(resolve_cell(*common, "train.micro_batch_size=1"), context).train)
-    config = resolve_cell(*common, f"train.micro_batch_size={rows}", "train.num_epochs=4")
+    rows = len(load_data(resolve_data(*common, "train.micro_batch_size=1"), context).train)
+    config = resolve_data(*common, f"train.micro_batch_size={rows}", "train.num_epochs=4")
     native = NativeLoop(config, data := load_data(config, context), context)
     native.train_epoch()
     data.tokenizer.save(tmp_path)
@@ -399,11 +424,11 @@ def test_the_evaluation_set_is_a_split_a_path_or_a_share(files: Path, tmp_path: 
         f"dataset.path={tmp_path} dataset.eval_share=0.25": 5,
     }
     for words, count in sizes.items():
-        config = resolve_cell(*TEXT, "dataset=text", *words.split())
+        config = resolve_data(*TEXT, "dataset=text", *words.split())
         _, evaluation = open_rows(config.dataset, text_format)
         assert len(list(evaluation)) == count, words
     with pytest.raises(ConfigError, match=r"dataset.eval_path and dataset.eval_share both choose the evaluation set"):
-        resolve_cell(
+        resolve_data(
             *TEXT, "dataset=text", f"dataset.path={tmp_path}", f"dataset.eval_path={tmp_path}", "dataset.eval_share=0.1"
         )
 
@@ -498,18 +523,18 @@ def test_wrong_rows_of_parquet_are_refused_before_a_run_starts(
     parquet.write_table(pyarrow.table({"text": texts, "other": [None] * len(texts)}), path)
     words = (*TEXT, "dataset=text", f"dataset.path={path}")
     with pytest.raises(ConfigError, match=message):
-        resolve_cell(*words)
+        resolve_data(*words)
     parquet.write_table(pyarrow.table({"text": ["a", None, *500 * ["b"]]}), path)
     monkeypatch.setattr("distexp.data.sources.rows.CHECKED_BYTES", 1)
     with pytest.raises(ConfigError, match=r"row 2: text is null and not a text; 1 of the first 100 rows is wrong"):
-        resolve_cell(*words)
+        resolve_data(*words)
 
 
 def test_a_column_that_occurs_twice_in_a_parquet_file_is_refused(tmp_path: Path) -> None:
     texts = pyarrow.array(["a", "b"])
     parquet.write_table(pyarrow.Table.from_arrays([texts, texts], names=["text", "text"]), tmp_path / "my.parquet")
     with pytest.raises(ConfigError, match=r"my.parquet has 2 columns text: rename all but one of them"):
-        resolve_cell(*TEXT, "dataset=text", f"dataset.path={tmp_path / 'my.parquet'}")
+        resolve_data(*TEXT, "dataset=text", f"dataset.path={tmp_path / 'my.parquet'}")
 
 
 @pytest.mark.skipif(not hasattr(datasets, "Json"), reason="older versions of datasets have no JSON columns")
@@ -517,7 +542,7 @@ def test_messages_that_only_the_library_datasets_decodes_are_not_refused(tmp_pat
     features = datasets.Features({"messages": datasets.List(datasets.Json())})
     rows = {"messages": 20 * [[{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]]}
     datasets.Dataset.from_dict(rows, features=features).to_parquet(tmp_path / "my.parquet")
-    resolve_cell(*TEXT, "dataset=chat", f"dataset.path={tmp_path / 'my.parquet'}", "dataset.chat_template=zephyr")
+    resolve_data(*TEXT, "dataset=chat", f"dataset.path={tmp_path / 'my.parquet'}", "dataset.chat_template=zephyr")
 
 
 @pytest.mark.parametrize(
@@ -623,7 +648,7 @@ def test_a_split_without_rows_is_no_evaluation_set(tmp_path: Path) -> None:
 
 def test_messages_without_a_template_are_refused_before_a_run_starts(files: Path) -> None:
     with pytest.raises(ConfigError, match=r"has no chat template: set dataset.chat_template=zephyr"):
-        resolve_cell(*TEXT, "dataset=chat", f"dataset.path={files / 'chat.jsonl'}")
+        resolve_data(*TEXT, "dataset=chat", f"dataset.path={files / 'chat.jsonl'}")
 
 
 def test_images_of_any_shape_and_mode_keep_their_proportions(files: Path) -> None:
@@ -714,7 +739,7 @@ def test_wrong_image_folders_are_refused(names: tuple[str, ...], message: str, t
         path.parent.mkdir(parents=True, exist_ok=True)
         save_image(path) if path.suffix == ".png" else path.write_bytes(b"\xff\xd8\xff\xe0")
     with pytest.raises(ConfigError, match=message):
-        resolve_cell(*IMAGES, "dataset=image_folder", f"dataset.path={tmp_path}")
+        resolve_data(*IMAGES, "dataset=image_folder", f"dataset.path={tmp_path}")
 
 
 def test_the_keys_for_unusual_image_folders_are_used(tmp_path: Path) -> None:
@@ -764,7 +789,7 @@ def test_all_tokens_of_squad_can_be_targets() -> None:
 @pytest.mark.parametrize(("overrides", "length"), [((), 128), (("model=bloom_tiny",), 512), (("scale=tiny",), 64)])
 def test_the_length_of_texts_is_that_of_the_model(overrides: tuple[str, ...], length: int, files: Path) -> None:
     path = f"dataset.path={files / 'my.jsonl'}"
-    config = resolve_cell(*overrides, *(ONE_WORKER if overrides else TEXT[:1] + ONE_WORKER), "dataset=text", path)
+    config = resolve_data(*overrides, *(ONE_WORKER if overrides else TEXT[:1] + ONE_WORKER), "dataset=text", path)
     assert config.dataset.max_length == length
 
 

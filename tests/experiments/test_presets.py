@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 from distexp import experiments
 from distexp.cli.main import main
-from distexp.config import Config, ConfigError
-from distexp.config.keys import options_of
+from distexp.compose.composition import MakeCell
+from distexp.config import Config
+from distexp.config.keys import config_groups, options_of
+from distexp.config.overrides import quote_choice
 from distexp.report.data.metrics import METRICS_BY_NAME
 from distexp.report.data.overview import Overview
 from distexp.report.data.rows import read_settings
@@ -18,8 +21,10 @@ from distexp.report.exercises import PRINTED, exercise_tables
 from distexp.report.exercises.columns import load_layouts
 from distexp.runs.record import RunRecord
 from distexp.runs.record_sections import RunError
+from tests.helpers.planning import composed
 from tests.helpers.presets import cells_of, finished
 from tests.helpers.records import add_parts
+from tests.helpers.remembered_loader import remember_compositions
 from tests.helpers.runs import IMAGE_FOLDER, resolve_cell, run_module
 
 ONE = [(1, 1)]
@@ -60,7 +65,25 @@ SHAPES = {
 """(nodes, workers on each) of every run, as the workshop has them."""
 
 
+FREQUENT = (
+    *("ddp/multi_node", "deepspeed/baseline", "deepspeed/zero_stages", "deepspeed/multi_gpu_weak_scaling"),
+    *("fsdp/sharding", "fsdp/custom_weak_scaling", "map/strategies", "memory/parts", "time/step"),
+    *("cut/tensor", "cut/context", "cut/expert", "cut/lora", "cut/pipeline"),
+)
+"""Presets of each kind."""
+
+PRESETS = [pytest.param(name, marks=() if name in FREQUENT else pytest.mark.release) for name in SHAPES]
+
 SLURM = ("cluster=slurm", "cluster.dry_run=true")
+
+
+@cache
+def cell_maker() -> MakeCell:
+    """Return the function that composes a cell as a sweep does, which is faster than one command for each cell."""
+    with pytest.MonkeyPatch.context() as patch:
+        remember_compositions(patch)
+        with composed([]) as (_, make):
+            return make
 
 
 def resolve_or_error(cell: list[str], *overrides: str) -> Config | str:
@@ -70,10 +93,9 @@ def resolve_or_error(cell: list[str], *overrides: str) -> Config | str:
         if any("=ddp/" in text for text in cell) and "scale=tiny" not in overrides
         else []
     )
-    try:
-        return resolve_cell(*cell, *overrides, *(() if "scale=tiny" in overrides else SLURM), *root)
-    except ConfigError as error:
-        return error.errors[0]
+    texts = (*cell, *overrides, *(() if "scale=tiny" in overrides else SLURM), *root)
+    made = cell_maker()([quote_choice(text, config_groups()) for text in texts])
+    return made.config or made.errors[0]
 
 
 @pytest.mark.parametrize(
@@ -101,7 +123,7 @@ def test_every_preset_of_the_workshop_exists() -> None:
     assert set(options_of("experiment")) == set(SHAPES) == set(load_layouts())
 
 
-@pytest.mark.parametrize("preset", SHAPES)
+@pytest.mark.parametrize("preset", PRESETS)
 def test_preset_has_its_runs_and_fills_its_table(preset: str) -> None:
     cells = cells_of(preset)
     configs = [resolve_or_error(cell) for cell in cells]
@@ -156,7 +178,7 @@ def check_workshop_hyperparameters(preset: str, record: RunRecord) -> None:
         assert train["micro_batch_size"] == (16 // workers if "weak" in preset else 1)
 
 
-@pytest.mark.parametrize("preset", SHAPES)
+@pytest.mark.parametrize("preset", PRESETS)
 def test_scale_tiny_shrinks_every_preset(preset: str) -> None:
     cells = cells_of(preset)
     first = resolve_or_error(cells[0], "scale=tiny")

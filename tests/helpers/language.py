@@ -18,7 +18,7 @@ SOURCES = ("distexp", "hydra_plugins", "conf", "tests", "benchmarks", "examples"
 SUFFIXES = (".py", ".yaml", ".yml", ".md", ".toml", ".html", ".js", ".css", ".jinja", ".sh", "")
 GENERATED = ("docs/results/", "tests/helpers/language.py", "tests/test_language.py")
 
-BRITISH_STEMS = "ali|ili|oni|ani|eri|ori|imi|ari|asi|eni|iti|eli|gni|nti"
+BRITISH_STEMS = r"ali|ili|oni|ani|eri|ori|imi|\Bari|asi|eni|iti|eli|gni|nti"
 
 BANNED = {
     r"(?<![a-z])(tells?|told|telling)(?![a-z])": "report, log, print or write",
@@ -44,10 +44,12 @@ BANNED = {
     r"\bwhere (there (is|are|was|were)|nobody|none|no)\b": "if",
     r", for (it|they|there|these|those|this|that|such|what)\b": "because",
     r"(?<![a-z])colou?rs?(?<!color)(?<!colors)(?![a-z])": "color",
-    rf"\b(?!arise)\w*(?:{BRITISH_STEMS})s(?:e|ed|es|er|ers|ing|ations?)\b": "-ize",
+    rf"(?:{BRITISH_STEMS})s(?:e|ed|es|er|ers|ing|ations?)\b": "-ize",
     r"(?<![a-z])(behaviour|favour|neighbour|centre|licence|artefact|labelled|analyse[ds]?)(?![a-z])": "American",
 }
 """Patterns, ignoring case, with what to write instead. Parts of snake_case names count as words."""
+
+PATTERNS = {re.compile(pattern, re.IGNORECASE): advice for pattern, advice in BANNED.items()}
 
 ALLOWED = (
     re.compile(r"CANCELLED"),
@@ -112,16 +114,14 @@ def source_files(paths: Iterable[Path] = ()) -> Iterator[Path]:
 
 def banned_words(path: Path) -> Iterator[Problem]:
     """Yield each banned pattern of a file."""
-    patterns = {re.compile(pattern, re.IGNORECASE): advice for pattern, advice in BANNED.items()}
-    for number, line in enumerate(path.read_text(errors="replace").splitlines(), 1):
-        if len(line) > 2000:
-            continue  # packed data
-        if path.name == "CHANGELOG.md":
-            line = re.sub(r"`[^`]*`", "", line)  # noqa: PLW2901 (old names)
-        for pattern, advice in patterns.items():
-            for match in pattern.finditer(line):
-                if not any(allowed.fullmatch(match[0]) for allowed in ALLOWED):
-                    yield Problem(path, number, match[0], advice)
+    lines = path.read_text(errors="replace").splitlines()
+    text = "\n".join(line if len(line) <= 2000 else "" for line in lines)  # without packed data
+    if path.name == "CHANGELOG.md":
+        text = re.sub(r"`[^`\n]*`", "", text)  # old names
+    for pattern, advice in PATTERNS.items():
+        for match in pattern.finditer(text):
+            if not any(allowed.fullmatch(match[0]) for allowed in ALLOWED):
+                yield Problem(path, text.count("\n", 0, match.start()) + 1, match[0], advice)
 
 
 def noun_docstrings(path: Path) -> Iterator[Problem]:

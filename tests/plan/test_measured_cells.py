@@ -16,14 +16,16 @@ from distexp.system.units import MIB
 from tests.helpers.gpu_records import RESULTS
 from tests.helpers.runs import resolve_cell
 
-REPEATED = (
+REPEATED = ("model=gpt zero_stage=2", "model=resnet50 strategy=ddp")
+RELEASE = (
     "model=gpt strategy=single precision=bf16 train.micro_batch_size=16",
-    "model=gpt zero_stage=2",
-    "model=resnet50 strategy=ddp",
     "model=gpt strategy=fsdp",
     "model=bloom_1b1 zero_stage=3",
 )
-"""Parts of the names of the runs that are predicted again: one for each strategy."""
+"""Parts of the names of the runs that are predicted again: one for each strategy.
+
+The other strategies are predicted in ``test_accuracy.py`` and ``test_traced_deepspeed.py``.
+"""
 
 SAME = 0.001
 """Largest difference of a repeated prediction. Reserved memory is a number of segments of at least 2 MiB."""
@@ -70,7 +72,7 @@ def test_reserved_memory_of_zero_1_and_2_is_exact() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part", REPEATED)
+@pytest.mark.parametrize("part", [*REPEATED, *(pytest.param(part, marks=pytest.mark.release) for part in RELEASE)])
 def test_a_prediction_is_the_recorded_one(part: str, tmp_path: Path) -> None:
     (cell,) = [cell for cell in read_cells(CELLS, tmp_path) if part in cell.text]
     trace = trace_step(resolve_cell(PLANNED_GPU, *cell.arguments))

@@ -27,8 +27,8 @@ json.dump(before, open(sys.argv[1], "w"))
     "chosen",
     [
         {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "NCCL_ALGO": "Ring"},
-        pytest.param({}, marks=pytest.mark.slow),
-        pytest.param({"NCCL_SOCKET_IFNAME": "lo"}, marks=pytest.mark.slow),
+        pytest.param({}, marks=pytest.mark.release),
+        pytest.param({"NCCL_SOCKET_IFNAME": "lo"}, marks=pytest.mark.release),
     ],
 )
 def test_a_worker_of_torchrun_records_the_users_variables_only(chosen: dict[str, str], tmp_path: Path) -> None:

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-import ast
+import json
 import os
-import subprocess
-import sys
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
+from torch._dynamo.utils import counters
 from torch._inductor.runtime import cache_dir_utils
 
 from distexp.config import ConfigError
-from distexp.system.torch_internals.compilation import CACHE_VARIABLE
+from distexp.models.objective import linear_cross_entropy
+from distexp.system.torch_internals.compilation import CACHE_VARIABLE, compile_counters
 from distexp.worker.compile_cache import use_compile_cache
+from tests.helpers.forked_cli import SERVER
 
 
 @pytest.fixture(autouse=True)
@@ -53,58 +57,41 @@ def test_the_default_of_torch_is_no_choice_of_the_user(cache: Path) -> None:
     assert Path(cache_dir_utils.cache_dir()).is_relative_to(cache)
 
 
-PROGRAM = """
-import torch
-from torch._inductor.runtime import cache_dir_utils
-from distexp.system.torch_internals.compilation import compile_counters
-from distexp.worker.compile_cache import use_compile_cache
-use_compile_cache()
-torch.compile(lambda x: torch.nn.functional.gelu(x).sum())(torch.ones(64))
-print(compile_counters())
-"""
+def compiled_loss(hidden: Tensor, weight: Tensor, labels: Tensor, chunk: int) -> Tensor:
+    return linear_cross_entropy(hidden.tanh(), weight, None, labels, chunk)
+
+
+def count_compilations(cache: str, chunks: Sequence[int], found: Path) -> None:
+    """Compile the loss with chunks of some tokens, check its gradients, and write what the compiler counted."""
+    # Without a pool, no further interpreter imports torch. It would compile for Triton only.
+    os.environ |= {"DISTEXP_CACHE": cache, CACHE_VARIABLE: "", "TORCH_WARM_POOL": "0"}
+    use_compile_cache()
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(8, 4, requires_grad=True), torch.randn(16, 4, requires_grad=True)
+    for chunk in chunks:
+        eager, compiled = (
+            torch.autograd.grad(function(hidden, weight, torch.arange(8), chunk), (hidden, weight))
+            for function in (compiled_loss, torch.compile(compiled_loss, fullgraph=True, dynamic=False))
+        )
+        torch.testing.assert_close(compiled, eager)
+    found.write_text(json.dumps({**compile_counters(), **counters["aot_autograd"]}))
 
 
 @pytest.mark.slow
-def test_a_second_process_compiles_nothing() -> None:
-    """Inductor runs a C++ compiler, which takes long on a CPU."""
-    os.environ.pop(CACHE_VARIABLE)
-    runs = [subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True) for _ in "12"]
-    first, second = (ast.literal_eval(run.stdout.splitlines()[-1]) for run in runs)
-    assert (first["cache_hits"], first["cache_misses"]) == (0, 1)
-    assert (second["cache_hits"], second["cache_misses"]) == (1, 0)
-
-
-LOSS = """
-import sys
-import torch
-from torch._dynamo.utils import counters
-from distexp.models.objective import linear_cross_entropy
-from distexp.worker.compile_cache import use_compile_cache
-use_compile_cache()
-torch.manual_seed(0)
-hidden, weight = torch.randn(8, 4, requires_grad=True), torch.randn(16, 4, requires_grad=True)
-labels = torch.arange(8)
-def loss(hidden, weight, bias, labels):
-    return linear_cross_entropy(hidden.tanh(), weight, bias, labels, int(sys.argv[1]))
-gradients = []
-for function in (loss, torch.compile(loss, fullgraph=True, dynamic=False)):
-    gradients.append(torch.autograd.grad(function(hidden, weight, None, labels), (hidden, weight)))
-for eager, compiled in zip(*gradients):
-    torch.testing.assert_close(eager, compiled)
-print(dict(counters["aot_autograd"]))
-"""
-
-
-@pytest.mark.slow
-def test_a_second_process_does_not_trace_the_gradients_of_the_loss_again() -> None:
-    """Chunks of another size are other code, so they are not in the cache."""
-    os.environ.pop(CACHE_VARIABLE)
-    runs = [
-        subprocess.run([sys.executable, "-c", LOSS, chunk], capture_output=True, text=True, check=True)
-        for chunk in ("8", "8", "3")
-    ]
-    first, second, other = (ast.literal_eval(run.stdout.splitlines()[-1]) for run in runs)
-    assert (first["autograd_cache_miss"], second["autograd_cache_hit"], other["autograd_cache_miss"]) == (1, 1, 1)
+def test_a_second_process_traces_and_compiles_nothing_again(tmp_path: Path) -> None:
+    """Inductor runs a C++ compiler, which takes long on a CPU. Chunks of another size are other code."""
+    runs = []
+    for chunks in ([8], [8, 4]):
+        found = tmp_path / f"{len(chunks)}.json"
+        process = SERVER.Process(target=count_compilations, args=(str(tmp_path / "cache"), chunks, found))
+        process.start()
+        process.join()
+        assert process.exitcode == 0
+        runs.append(Counter(json.loads(found.read_text())))
+    first, second = runs
+    assert (first["autograd_cache_miss"], first["autograd_cache_hit"]) == (1, 0)
+    assert (second["autograd_cache_miss"], second["autograd_cache_hit"]) == (1, 1)
+    assert first["cache_misses"] == second["cache_misses"] == 2
 
 
 def test_a_folder_that_others_can_write_to_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

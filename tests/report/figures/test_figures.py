@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from rich.console import Console
@@ -30,9 +32,11 @@ def overview(path: Path) -> Overview:
     return Overview.from_rows(load_rows([path])[0])
 
 
-def figures(path: Path) -> dict[str, Figure]:
+def figures(path: Path, *, with_files: bool = False) -> dict[str, Figure]:
+    """Return the figures of a sweep by name. Their files are seldom needed, and take most of the time."""
     runs = overview(path)
-    return {figure.name: figure for figure in build_figures(runs, load_traces(runs))}
+    with nullcontext() if with_files else patch.object(Figure, "drawn", lambda figure: figure):
+        return {figure.name: figure for figure in build_figures(runs, load_traces(runs))}
 
 
 def text_of(path: Path, name: str) -> str:
@@ -43,7 +47,10 @@ def text_of(path: Path, name: str) -> str:
 
 
 def sentence_words(path: Path) -> list[int]:
-    return [len(text.split()) for figure in figures(path).values() for text in figure.sentences]
+    """Return the length of each sentence of all figures, which can be drawn."""
+    found = figures(path, with_files=True).values()
+    assert all(figure.svg and figure.png for figure in found if figure.panels)
+    return [len(text.split()) for figure in found for text in figure.sentences]
 
 
 LEFT_OUT = "As in the table, the phase profile is not counted."
