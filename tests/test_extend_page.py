@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from distexp.runs.record import RunRecord
-from tests.helpers.runs import REPOSITORY, TIMEOUT_S
+from tests.helpers.runs import REPOSITORY, TIMEOUT_S, run_distexp
 
 PAGE = (REPOSITORY / "docs" / "how-to" / "extend.md").read_text()
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
@@ -43,9 +43,12 @@ def folder(tmp_path: Path) -> Path:
 def run_example(option: str, *overrides: str, cwd: Path) -> list[RunRecord]:
     """Run the command of an option for a few steps and return the records of its runs."""
     (command,) = (shlex.split(line) for line in COMMANDS if option in line)
-    script = Path(sys.executable).with_name(command[0])
     arguments = [*command[1:], *SHORT, *WORKERS[option], *overrides]
-    done = subprocess.run([script, *arguments], cwd=cwd, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    if option == "strategy=ddp,mine":  # as a user starts it
+        program = [Path(sys.executable).with_name(command[0]), *arguments]
+        done = subprocess.run(program, cwd=cwd, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    else:
+        done = run_distexp(*arguments, cwd=cwd)
     assert done.returncode == 0, done.stdout + done.stderr
     records = [RunRecord.read(path) for path in sorted(cwd.glob("multirun_outputs/distexp/*/*/record.json"))]
     assert {record.status for record in records} == {"completed"}, done.stdout

@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Sequence
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 
-from distexp.config.keys import options_of
 from distexp.config.model_checks import SQUAD_SAMPLE_EVAL, SQUAD_SAMPLE_TRAIN
 from distexp.data.squad_sample import generate
 from distexp.experiments import main as list_experiments
 from distexp.runs.record import RunRecord
-from tests.helpers.presets import cells_of
+from tests.experiments.test_presets import SHAPES
+from tests.helpers.forked_cli import run_forked
 from tests.helpers.records import invalid, record, write
-from tests.helpers.runs import REPOSITORY, TIMEOUT_S, resolve_cell, start_module
+from tests.helpers.runs import RANKS, REPOSITORY, resolve_cell, run_distexp, start_module
 
 PAGES = sorted((REPOSITORY / "docs" / "workshop").glob("*.md"))
 NOTEBOOKS = sorted((REPOSITORY / "examples" / "notebooks").glob("*.ipynb"))
@@ -81,7 +85,7 @@ def test_a_run_of_a_page_composes(page: str, line: list[str], tmp_path: Path, mo
 def test_the_pages_name_commands_and_presets_that_exist() -> None:
     assert {line[0] for page in PAGES for line in distexp_lines(page.name)} >= COMMANDS
     (day,) = (line for line in distexp_lines("whole-day.md") if "cluster.partition=gpu" in line)
-    assert sum(len(cells_of(name)) for name in options_of("experiment")) == 133
+    assert sum(map(len, SHAPES.values())) == 133
     assert resolve_cell("experiment=fsdp/baseline", *day[1:])
 
 
@@ -144,8 +148,7 @@ def test_fine_tuning_answers_the_questions_and_the_trainer_agrees(tmp_path: Path
 @pytest.mark.slow
 def test_processes_find_each_other_by_variables(tmp_path: Path) -> None:
     script = str(REPOSITORY / "examples" / "workshop" / "ranks.py")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    done = run_forked("2", script, module="tests.helpers.forked_ranks", cwd=tmp_path, env=RANKS)
     assert done.returncode == 0, done.stdout + done.stderr
     assert sorted(re.findall(r"rank \d of 2: .* sum of all ranks 1", done.stdout)) == [
         f"rank {rank} of 2: gloo on cpu, sum of all ranks 1" for rank in (0, 1)
@@ -154,21 +157,23 @@ def test_processes_find_each_other_by_variables(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
-def test_a_notebook_runs(notebook: Path, tmp_path: Path) -> None:
+def test_a_notebook_runs(notebook: Path) -> None:
     cells = [cell for cell in json.loads(notebook.read_text())["cells"] if cell["cell_type"] == "code"]
-    run_cells(tmp_path / "cells.py", *("".join(cell["source"]) for cell in cells))
+    run_cells(*("".join(cell["source"]) for cell in cells))
 
 
-def run_cells(script: Path, *cells: str) -> str:
-    """Run cells of a notebook as a script. Return what they print."""
-    script.write_text("\n\n".join(cells))
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    done = subprocess.run(
-        [sys.executable, "-P", str(script)], cwd=REPOSITORY, env=environment, capture_output=True, text=True,
-        timeout=TIMEOUT_S, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+def run_cells(*cells: str) -> str:
+    """Run cells of a notebook in this process, which has imported torch. Return what they print."""
+    start = subprocess.run
+
+    def run(command: Sequence[str], **options: Any) -> subprocess.CompletedProcess[Any]:
+        if list(command[1:3]) == ["-m", "distexp"]:
+            return run_distexp(*command[3:], cwd=options["cwd"])
+        return start(command, **options)
+
+    with patch("subprocess.run", run), redirect_stdout(StringIO()) as printed:
+        exec("\n\n".join(cells), {"__name__": "__main__"})
+    return printed.getvalue()
 
 
 def test_the_notebook_has_a_table_of_any_records(tmp_path: Path) -> None:
@@ -179,7 +184,7 @@ def test_the_notebook_has_a_table_of_any_records(tmp_path: Path) -> None:
     write(tmp_path / "gpus" / "sweep", record(0, peak=100.0), invalid(1, "wrong"))
     for name, run in (("cpus", "0"), ("gpus", "sweep/0")):
         chosen = f"results = Path({str(tmp_path / name)!r})"
-        printed = run_cells(tmp_path / "cells.py", imports, chosen, table, "print(table.to_json(orient='index'))")
+        printed = run_cells(imports, chosen, table, "print(table.to_json(orient='index'))")
         assert json.loads(printed)[run]["samples/s"] == record(0).metrics.train_samples_per_second
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import io
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -23,6 +22,7 @@ from distexp.runs.record import RunRecord
 from distexp.runs.record_sections import RunError
 from tests.helpers.records import invalid, record, write
 from tests.helpers.report_sweeps import enrich, with_traces
+from tests.helpers.runs import run_module
 
 
 @dataclass
@@ -206,11 +206,8 @@ def test_the_table_is_printed_if_files_cannot_be_written(tmp_path: Path) -> None
 
 def test_no_column_is_hidden_without_a_terminal(tmp_path: Path) -> None:
     write(tmp_path, *two_runs())
-    environment = {key: value for key, value in os.environ.items() if key != "COLUMNS"}
-    done = subprocess.run(
-        [sys.executable, "-m", "distexp.report", str(tmp_path)],
-        capture_output=True, text=True, env=environment, check=True,
-    )  # fmt: skip
+    done = run_module("distexp.report", str(tmp_path))
+    assert done.returncode == 0
     assert "Hidden columns" not in done.stdout
 
 
@@ -238,13 +235,13 @@ def test_open_shows_the_page_and_trace_chooses_the_drawn_runs(tmp_path: Path) ->
         shown: list[str] = []
         patch.setattr("webbrowser.open", lambda address: shown.append(address) or True)
         assert report(tmp_path / "sweep", "--open").returncode == 0
+        text = (page.parent / "results.md").read_text()
         patch.setattr("webbrowser.open", lambda address: False)
-        hinted = report(tmp_path / "sweep", "--open").stdout
+        hinted = report(tmp_path / "sweep", "--open", "--trace", 3, 9)
     assert shown == [page.as_uri()]
-    assert f"no browser on this machine: copy {page} to yours, and open it there" in hinted
-    text = (page.parent / "results.md").read_text()
     assert "Drawn: 8 of 10 rows of the table." in text
-    assert report(tmp_path / "sweep", "--trace", 3, 9).returncode == 0
+    assert hinted.returncode == 0
+    assert f"no browser on this machine: copy {page} to yours, and open it there" in hinted.stdout
     assert "Drawn: 2 of 10 rows of the table." in (page.parent / "results.md").read_text()
     drawn = (page.parent / "plots" / "step_times.svg").read_text()
     assert "learning_rate=0.0001" in drawn

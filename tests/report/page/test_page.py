@@ -216,12 +216,16 @@ def three_strategies(path: Path, *, error: float = 0.004) -> Path:
     return path / "report" / "report.html"
 
 
-def test_the_page_opens_with_the_answer_without_a_script(browser: Browser, tmp_path: Path) -> None:
-    path = three_strategies(tmp_path)
+@pytest.fixture(scope="module")
+def strategies(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return three_strategies(tmp_path_factory.mktemp("strategies"))
+
+
+def test_the_page_opens_with_the_answer_without_a_script(browser: Browser, strategies: Path) -> None:
     for width in (360, 1600):
         context = browser.new_context(java_script_enabled=False, viewport={"width": width, "height": 1000})
         page = context.new_page()
-        page.goto(path.as_uri())
+        page.goto(strategies.as_uri())
         answer = page.locator("#answer")
         taken = "Take ddp: it is 1.28x as fast as the next, fsdp full_shard, and needs 2.73x as much memory."
         assert answer.locator(".headline").all_inner_texts() == [taken]
@@ -329,8 +333,8 @@ def test_noise_leaves_the_answer_open(tmp_path: Path) -> None:
     assert "costs 22%" not in text
 
 
-def test_a_strategy_has_one_color_in_all_figures(browser: Browser, tmp_path: Path) -> None:
-    page = watch(browser, three_strategies(tmp_path)).page
+def test_a_strategy_has_one_color_in_all_figures(browser: Browser, strategies: Path) -> None:
+    page = watch(browser, strategies).page
     marks = {
         n: page.locator(f"#memory_throughput svg:visible a[href='#run-{n}'] path[fill]").first.get_attribute("fill")
         for n in range(3)
