@@ -8,7 +8,6 @@ from typing import cast
 
 import pytest
 from hydra.core.config_store import ConfigStore
-from hydra.core.object_type import ObjectType
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
@@ -16,7 +15,6 @@ from distexp.guard.config_files import CheckedConfigLoader
 from tests.helpers import planning
 
 COMPOSED: dict[tuple[object, ...], bytes] = {}
-OPTIONS: dict[tuple[object, ...], list[str]] = {}
 
 
 class RememberingLoader(CheckedConfigLoader):
@@ -42,21 +40,6 @@ class RememberingLoader(CheckedConfigLoader):
         if key not in COMPOSED:
             COMPOSED[key] = pickle.dumps(super().load_configuration(config_name, overrides, *arguments))
         return cast(DictConfig, pickle.loads(COMPOSED[key]))
-
-    def get_group_options(
-        self,
-        group_name: str,
-        results_filter: ObjectType | None = ObjectType.CONFIG,
-        config_name: str | None = None,
-        overrides: list[str] | None = None,
-    ) -> list[str]:
-        """Return what the same arguments gave before. Hydra copies all files that it has read for each call."""
-        if self._has_files():
-            return super().get_group_options(group_name, results_filter, config_name, overrides)
-        key = (group_name, results_filter, config_name, *(overrides or ()))
-        if key not in OPTIONS:
-            OPTIONS[key] = super().get_group_options(group_name, results_filter, config_name, overrides)
-        return list(OPTIONS[key])
 
     def _has_files(self) -> bool:
         return any(entry.provider == "command-line" for entry in self.config_search_path.get_path())
