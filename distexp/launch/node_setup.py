@@ -28,7 +28,7 @@ from distexp.runs.run_dir import AGENT_ERROR, OPERATORS, OPERATORS_LOG
 from distexp.runs.texts import is_full_disk
 from distexp.strategies.base import load_strategy
 from distexp.strategies.zero import ds_operators
-from distexp.strategies.zero.ds_operators import BATON
+from distexp.strategies.zero.ds_operators import BATON, is_older_than_sources
 from distexp.system.cgroups import Gpu, visible_gpus
 from distexp.system.files import FULL, PACKAGE, REFUSALS, Entry, Tail, append_line, write_json
 from distexp.system.processes import end_tree, start_module
@@ -248,7 +248,10 @@ def _is_built(mark: Path) -> bool:
     try:
         entry = json.loads(mark.read_text())
         library = entry["library"]
-        return library is None or (entry == _describe(library) and not Path(library).with_name(BATON).exists())
+        if library is None:
+            return True
+        is_same = entry == _describe(library) and not is_older_than_sources(Path(library))
+        return is_same and not Path(library).with_name(BATON).exists()
     except (OSError, ValueError, KeyError):
         return False
 

@@ -46,3 +46,15 @@ def test_a_library_for_other_versions_is_removed(tmp_path: Path, version: str) -
     stamp.write_text(json.dumps({**json.loads(stamp.read_text()), version: "1.0"}))
     ds_operators.remove_outdated(tmp_path, library)
     assert [path.name for path in tmp_path.iterdir()] == ["lock"]
+
+
+def test_a_library_that_is_older_than_the_installed_sources_is_built_again(tmp_path: Path) -> None:
+    """Ninja would compile it in a worker, within the time limits of the run."""
+    library = tmp_path / "adam.so"
+    library.write_text("of an earlier installation")
+    ds_operators.write_stamp(tmp_path, library)
+    assert not ds_operators.is_older_than_sources(library)
+    os.utime(library, (0, 0))
+    assert ds_operators.is_older_than_sources(library)
+    ds_operators.remove_outdated(tmp_path, library)
+    assert not library.exists()

@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, distribution, version
 from pathlib import Path
 from typing import IO, Any
 
@@ -185,16 +185,26 @@ def write_stamp(folder: Path, library: Path) -> None:
         write_json(folder / STAMP, _stamp(library))
 
 
+def is_older_than_sources(library: Path) -> bool:
+    """Return whether DeepSpeed was installed again after a build. Ninja compiles again then, also the same version."""
+    try:
+        sources = Path(str(distribution("deepspeed").locate_file("deepspeed/ops/csrc/cpu")))
+        return library.stat().st_mtime < max((path.stat().st_mtime for path in sources.rglob("*.cpp")), default=0.0)
+    except (OSError, PackageNotFoundError):
+        return False
+
+
 def remove_outdated(folder: Path, library: Path) -> None:
     """Remove the files of a build for other versions, and those of a library that is not as it was built.
 
-    Ninja does not notice these, because the commands of the compiler are the same.
+    Ninja does not notice these, because the commands of the compiler are the same. What is older than its sources goes
+    too, so that the new build is reported.
     """
     try:
         stamp = read_json(folder / STAMP)
     except (OSError, ValueError):  # built by another program
         return
-    if not library.exists() or stamp != _stamp(library):
+    if not library.exists() or stamp != _stamp(library) or is_older_than_sources(library):
         remove_build(folder)
 
 
