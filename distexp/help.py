@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from distexp.cli.errors import explain_option, suggest, suggest_key
-from distexp.cli.help_topics import help_text, option_text, topic_names, topic_text
+from distexp.cli.help_topics import help_text, topic_names, topic_text
 from distexp.cli.main import COMMANDS, run_command
 from distexp.config.keys import config_groups, options_of
 from distexp.exceptions import print_error, printable, run_until_pipe_closes
@@ -28,11 +28,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _print_topic(name: str, folder: Path | None) -> int:
     group, equals, option = name.partition("=")
-    is_own = folder is not None and equals and (folder / group / f"{option}.yaml").is_file()
-    text = option_text(group, option, folder) if is_own else topic_text(name) or topic_text(name.lower())
+    if folder is not None and not folder.is_dir():
+        print_error(f"{folder} is no folder: give an existing one to --config-dir")
+        return 2
+    text = topic_text(name, folder) or topic_text(name.lower(), folder)
     if text is None:
         if equals and group in config_groups():
-            message = explain_option(group, option, options_of(group))
+            message = explain_option(group, option, sorted({*options_of(group), *options_of(group, folder)}))
         else:
             hint = suggest(name, COMMANDS) or suggest_key(name.lower(), topic_names()) or ": see distexp help"
             message = f"{name} is not a command, a group or a key{hint}"

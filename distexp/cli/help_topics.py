@@ -108,19 +108,29 @@ def wrap(text: str, indent: str = "") -> str:
 TOPIC_INDENT = 6 * " "
 
 
-def topic_text(name: str) -> str | None:
-    """Return the help of a group, an option, a section or a key; None for another name."""
+def topic_text(name: str, folder: Path | None = None) -> str | None:
+    """Return the help of a group, an option, a section or a key; None for another name.
+
+    The options in a folder, of ``--config-dir``, count too.
+    """
     groups = describe_groups()
     group, _, option = name.partition("=")
     if group in groups and not option:
-        return _group_text(group, groups[group])
+        return _group_text(group, groups[group], folder)
     chosen = [(group, option)] if option else [(owner, name) for owner in groups]
-    found = [option_text(*pair) for pair in chosen if pair[0] in groups and pair[1] in options_of(pair[0])]
+    known = {owner: _folders(owner, folder) for owner, _ in chosen if owner in groups}
+    found = [option_text(*pair, known[pair[0]][pair[1]]) for pair in chosen if pair[1] in known.get(pair[0], ())]
     if not found and option and group in groups:
         return None
     if not found and group in sections():
         return _section_text(group)
     return "\n\n".join(found or [_key_text(*pair) for pair in _keys_named(group)]) or None
+
+
+def _folders(group: str, folder: Path | None) -> dict[str, Path | None]:
+    """Return the options of a group with their folder: None for those of distexp, which Hydra finds first."""
+    own = dict.fromkeys(options_of(group, folder), folder)
+    return dict(sorted({**own, **dict.fromkeys(options_of(group))}.items()))
 
 
 def head_comment(path: Path) -> tuple[str, list[str]]:
@@ -164,10 +174,11 @@ def describe_default(spec: Field[Any]) -> str:
     return json.dumps(value) if isinstance(value, (bool, type(None), list, dict)) else str(value)
 
 
-def _group_text(group: str, meaning: str) -> str:
+def _group_text(group: str, meaning: str, folder: Path | None) -> str:
     lines = [wrap(f"{group}: {meaning}"), ""]
-    for option in options_of(group):
-        lines += [f"  {group}={option}", wrap(first_sentence(group, option), TOPIC_INDENT)]
+    for option, conf in _folders(group, folder).items():
+        text = first_sentence(group, option, conf)
+        lines += [f"  {group}={option}", *([] if text == "." else [wrap(text, TOPIC_INDENT)])]
     example = options_of(group)[0]
     return "\n".join([*lines, "", f"More about an option: distexp help {group}={example}"])
 

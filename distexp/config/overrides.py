@@ -4,16 +4,17 @@ import math
 import re
 import shlex
 from collections.abc import Container, Iterable, Sequence
+from functools import lru_cache
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import ChoiceSweep, Glob, IntervalSweep, Override, QuotedString, RangeSweep
+from hydra.core.override_parser.types import ChoiceSweep, Glob, IntervalSweep, Override, QuotedString, RangeSweep, Sweep
 from hydra.errors import HydraException
 
 from distexp.config import ConfigError
-from distexp.config.keys import config_groups, is_too_long
+from distexp.config.keys import config_groups, describe_values, is_too_long
 
 OPEN_SECTIONS = ("model.options", "dataset.options", "strategy.options", "cluster.environment", "cluster.sbatch")
 
@@ -212,6 +213,9 @@ def copyable_override(text: str, *, may_sweep: bool = False) -> str:
     """
     if text.startswith("-") or "=" not in text:
         return text
+    key, _, value = text.partition("=")
+    if "'" not in text and _is_misread(text):
+        return f"{key}={quote_for_hydra(value)}"
     plain = format_override(text)
     if "'" not in text and SIMPLE.fullmatch(plain):
         return plain
@@ -222,6 +226,20 @@ def copyable_override(text: str, *, may_sweep: bool = False) -> str:
         return text
     key, _, value = (text if original is None else plain).partition("=")  # else its apostrophes are part of it
     return f"{key}={quote_for_hydra(value)}"
+
+
+@lru_cache(maxsize=4096)
+def _is_misread(text: str) -> bool:
+    """Return whether a key takes a text that Hydra reads as something else, as ``dataset.column=1.50`` as 1.5."""
+    key, _, value = text.partition("=")
+    accepted = describe_values(key.lstrip("+"))
+    override = _parse(text) if accepted in ("a string", "a string or null") else None
+    if override is None:
+        return False
+    found = override.value()
+    if found is None:
+        return accepted == "a string"
+    return not isinstance(found, str | QuotedString | Sweep) or value != value.strip()
 
 
 SINGLE_RUN = "hydra.sweep.subdir=."

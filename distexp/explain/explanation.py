@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from distexp.config import ConfigError, TrainConfig
-from distexp.config.overrides import copyable_command, format_override, key_of, shell_quote
+from distexp.config.overrides import copyable_command, format_count, format_override, key_of, shell_quote
 from distexp.exceptions import printable
 from distexp.explain import step_profile
 from distexp.explain.advice import advise, larger_global_batches
-from distexp.measure.profiling.intervals import ProfileWindow
+from distexp.measure.profiling.intervals import MIN_EPOCH_STEPS, ProfileWindow
 from distexp.runs.metrics import PARTS
 from distexp.runs.record import (
     RunRecord,
@@ -297,10 +297,21 @@ def _not_profiled(directory: Path, records: Sequence[RunRecord]) -> str:
     arguments, cells = (read_or_none(directory / COMMAND, key) for key in ("words", "cells"))
     is_sweep = isinstance(cells, int) and cells > 1 and isinstance(arguments, list)
     sweep = [printable(text) for text in arguments if isinstance(text, str)] if is_sweep else []
-    return f"{directory} has no profile: run it with {profile_command(directory, record, sweep)}"
+    return f"{directory} has no profile: {profile_advice(directory, record, sweep)}"
 
 
-def profile_command(directory: Path, record: RunRecord, sweep: Sequence[str] = ()) -> str:
+def profile_advice(directory: Path, record: RunRecord, sweep: Sequence[str] = ()) -> str:
+    """Return the command for a profile, with enough steps, or what else a training with short epochs needs."""
+    per_epoch = record.metrics.steps_per_epoch
+    if per_epoch and per_epoch < MIN_EPOCH_STEPS:
+        return (
+            f"its epochs have {format_count(per_epoch, 'step')}, and a profile needs {MIN_EPOCH_STEPS}: use more "
+            "samples, or a smaller global batch, and add profile=true"
+        )
+    return f"run it with {_profile_command(directory, record, sweep)}"
+
+
+def _profile_command(directory: Path, record: RunRecord, sweep: Sequence[str]) -> str:
     """Return the command that repeats a run, or the arguments of its sweep, with a profile and enough steps for it."""
     longer = [*_longer_training(record)]
     replaced = {"profile", "train.profile_steps", "sweep.resume", *map(key_of, longer)}
@@ -315,7 +326,7 @@ def profile_command(directory: Path, record: RunRecord, sweep: Sequence[str] = (
 
 
 MAX_ADDED_STEPS = 20
-"""Enough for a profile, with the steps that count in no speed. Epochs of one or two steps are never profiled."""
+"""Enough for a profile, with the steps that count in no speed."""
 
 
 def _longer_training(record: RunRecord) -> Iterator[str]:

@@ -9,7 +9,7 @@ from statistics import NormalDist
 from typing import Any
 
 from distexp.config import ConfigError
-from distexp.explain.explanation import profile_command
+from distexp.explain.explanation import profile_advice
 from distexp.forecast.communication import Forecast, Target
 from distexp.guard.config_files import is_own_file
 from distexp.runs.predictions import measured_step_s
@@ -159,7 +159,7 @@ def _not_profiled(directory: Path, runs: Sequence[ProfiledRun]) -> str:
         return f"{directory} {other}"
     if note := (run.record.metrics.communication or {}).get("note"):  # A second run would have it too.
         return f"{directory} has no profile for a forecast: {note}"
-    return f"{directory} has no profile for a forecast: run it with {profile_command(run.directory, run.record)}"
+    return f"{directory} has no profile for a forecast: {profile_advice(run.directory, run.record)}"
 
 
 def read_profiled_run(directory: Path) -> ProfiledRun:

@@ -56,8 +56,10 @@ def _rate_name(module: nn.Module) -> str | None:
     return path or ("drop_rate" if type(getattr(module, "drop_rate", None)) in (int, float) else None)
 
 
-def zero_hint(model: ModelConfig) -> str:
-    """Return what to type for a model without dropout. A custom model may not have the key."""
+def zero_hint(model: ModelConfig, rate: str) -> str:
+    """Return what to type so that a rate, by name, is 0. A custom model may not have the key."""
+    if "lora_dropout" in rate.split("."):  # of an adapter, as peft names it
+        return "set adapter.dropout=0"
     return "set model.dropout=0" if "dropout" in model.keys else "set it to 0"
 
 

@@ -293,7 +293,7 @@ def check_dropout(model: nn.Module, config: Config) -> None:
     for name, rate in dropout_rates(model).items():
         raise ConfigError(
             f"{typed} gives wrong gradients with dropout, but {type(model).__name__} has "
-            f"{name}={rate:g}: {zero_hint(config.model)}, or use train.activation_checkpointing=true in its place"
+            f"{name}={rate:g}: {zero_hint(config.model, name)}, or use train.activation_checkpointing=true in its place"
         )
 
 

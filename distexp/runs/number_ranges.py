@@ -44,7 +44,8 @@ SPREADS = ("step_time_s",)
 """Keys with ``p50``, ``p90`` and ``max``."""
 
 SIGNED = frozenset(
-    {"train_loss", "train_losses", "eval_loss", "eval_losses", "power_difference_pct", "slower_by_pct", "watchers"}
+    {"train_loss", "train_losses", "train_router_loss", "eval_loss", "eval_losses"}
+    | {"power_difference_pct", "slower_by_pct", "watchers"}
 )
 """Keys whose numbers may have any sign and size, as the loss of a custom model."""
 

@@ -73,6 +73,9 @@ class Watch:
             raise ConfigError("distexp.verify.watch: the optimizer made no step between watch() and end()")
         self.directory.mkdir(parents=True, exist_ok=True)
         if self.rank == 0:
+            kept = {rank_file(self.directory, rank) for rank in range(self.workers)}
+            for file in {*self.directory.glob("seen*.json")} - kept:
+                file.unlink()  # of an earlier recording with more workers
             last = self.steps[-1]
             content = {"initial": self.initial, "steps": self.steps, "exported": last["weights"] | last["buffers"]}
             arithmetic = [*arithmetic_of(self.device), f"watched in {self.precision}"]

@@ -688,7 +688,12 @@ def test_help_explains_an_option_of_a_folder(
     for arguments in ((*option, "model=mine"), ("model=mine", *option)):
         assert help_main(arguments) == 0
         assert capsys.readouterr().out == "model=mine\n  A model of mine.\n"
+    assert help_main([*option, "mine"]) == 0
+    assert capsys.readouterr().out == "model=mine\n  A model of mine.\n"
     assert help_main([*option, "model"]) == 0
+    assert "  model=mine\n      A model of mine.\n" in capsys.readouterr().out
+    assert help_main(["--config-dir=nosuch", "mine"]) == 2
+    assert capsys.readouterr().err == "distexp: nosuch is no folder: give an existing one to --config-dir\n"
     assert help_main(["model=mine"]) == 2
     assert "needs --config-dir FOLDER" in capsys.readouterr().err
 

@@ -166,6 +166,8 @@ TURNS = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
     [
         ({"id": 1, "Body": "a b"}, "dataset=text dataset.column=Body"),
         ({"id": "12", "Body": "a b c"}, "dataset=text dataset.column=Body"),
+        ({"1.50": "a b"}, "dataset=text dataset.column='1.50'"),  # Hydra reads 1.50 as a number.
+        ({"null": "a b"}, "dataset=text dataset.column='null'"),
         ({"id": 1, "dialog": TURNS}, "dataset=chat dataset.messages_column=dialog"),
         ({"words": ["a", "b"], "tags": ["O", "B"]}, "model.task=token_classification dataset.tokens_column=words"),
         ({"prompt": TURNS[:1], "completion": TURNS[1:]}, None),
@@ -448,6 +450,7 @@ BROKEN: dict[str, tuple[str | bytes, str]] = {
     "bytes.txt": ("one\n\nna\udcefve\n", r"bytes.txt, line 3: it is not UTF-8; 1 of 3"),
     "bytes.csv": ("id,text\n1,a\n2,na\udcefve\n", r"bytes.csv, row 2: it is not UTF-8; 1 of 2"),
     "utf16.csv": ("text,id\na,1\n".encode("utf-16"), r"utf16.csv, row 1: it is not UTF-8"),
+    "true.jsonl": ('{"true": "a"}\n', r"set dataset.column to one of true, with quotes as in .dataset.column='true'."),
     "commas.tsv": ("body, new, final\tid\nwords\t1\n", r"set dataset.column to one of body, new, final, id"),
     "quoted.csv": ('"a, b, c";id\nwords;1\n', r"set dataset.column to one of a, b, c, id"),
     "one.jsonl": (GOOD, r"one.jsonl has 1 row, and all are held out for evaluation: add rows, or set dataset.eval"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 from distexp.config import TrainConfig
 from distexp.explain.__main__ import main
 from distexp.forecast.__main__ import main as forecast
+from distexp.measure.profiling.intervals import ProfileWindow
 from distexp.training.inputs import StepPlan
 from tests.helpers.profiled_records import COMMUNICATION_BOUND, COMPUTE_BOUND, GPU, LAUNCH_BOUND, profiled
 from tests.helpers.records import record, write
@@ -115,6 +117,17 @@ def test_command_to_profile_is_that_of_a_completed_run(tmp_path: Path, capsys: p
     folder = write(tmp_path / "noted", failed, finished)
     assert main([str(folder)]) == 2
     assert capsys.readouterr().err.endswith("has no profile: too few steps: train more steps\n")
+
+
+def test_no_command_profiles_epochs_of_two_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    short = record(0, overrides=("train.max_steps=2",))
+    short.metrics.total_steps, short.metrics.steps_per_epoch = 2, 2
+    assert main([str(write(tmp_path, short))]) == 2
+    advice = "use more samples, or a smaller global batch, and add profile=true\n"
+    assert capsys.readouterr().err.endswith(f"its epochs have 2 steps, and a profile needs 3: {advice}")
+    window = partial(ProfileWindow.of, TrainConfig(profile_steps=3), done=0)
+    assert (window(total=50, per_epoch=2), window(total=50, per_epoch=3)) == (None, None)
+    assert window(total=51, per_epoch=3) == ProfileWindow(49, 1)
 
 
 @pytest.mark.parametrize(

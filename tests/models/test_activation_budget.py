@@ -10,6 +10,7 @@ from torch import Tensor
 
 from distexp.config import ConfigError
 from distexp.models import transforms
+from distexp.models.adapter import add_adapter
 from distexp.system.torch_internals.compilation import limit_stored_activations, read_activation_budget
 from tests.helpers.attention import build, compute, make_batch
 from tests.helpers.runs import resolve_cell
@@ -81,4 +82,12 @@ def test_the_hint_names_the_key_of_the_dropout_only_if_the_model_has_it(keys: li
     model, config = torch.nn.Sequential(torch.nn.Dropout(0.1)), resolve_cell("model=gpt_tiny", "train.compile=blocks")
     config.train.activation_budget, config.model.keys = 0.2, keys
     with pytest.raises(ConfigError, match=f"0.p=0.1: {hint}"):
+        transforms.check_dropout(model, config)
+
+
+def test_the_hint_names_the_key_of_the_dropout_of_adapters() -> None:
+    config = resolve_cell("model=gpt_tiny", "adapter=lora", "adapter.dropout=0.1", "train.compile=blocks")
+    model = add_adapter(build("gpt_tiny", "sdpa"), config)
+    config.train.activation_budget = 0.2
+    with pytest.raises(ConfigError, match=r"lora_dropout.default.p=0.1: set adapter.dropout=0, or use"):
         transforms.check_dropout(model, config)

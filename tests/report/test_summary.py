@@ -195,6 +195,9 @@ def test_the_answer_of_a_map_names_settings_and_states_whether_and_why_a_run_is_
     for run in runs:
         run.metrics.speed_error = None
     assert [text[:4] for text in reasons(Overview.from_records(runs))] == ["What"]
+    for run in runs[1:3]:
+        run.config["ddp"] |= {"bucket_cap_mb": 1}
+    assert list(reasons(Overview.from_records(runs))) == [], "an option of the strategy differs too"
 
 
 def test_runs_that_differ_in_the_optimization_are_compared_by_their_loss() -> None:

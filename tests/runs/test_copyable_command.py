@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from distexp.config.overrides import copyable_command, copyable_override
+from distexp.config.overrides import copyable_command, copyable_override, plain_value
 
 
 def read(text: str) -> Any:
@@ -62,3 +62,12 @@ def test_only_needed_quotes_are_shown_in_the_command_of_a_sweep(typed: str, show
 def test_a_record_without_quotes_is_no_sweep() -> None:
     assert copyable_override("name=a,b") == "name='a,b'"
     assert copyable_override("name=a,b", may_sweep=True) == "name=a,b"
+
+
+@pytest.mark.parametrize("name", ["1.50", "1_000", "true", "null", "[a]", " text", "text", "1.0.1"])
+def test_a_name_that_looks_like_another_type_stays_a_text(name: str) -> None:
+    """Records have the value of ``dataset.column='1.50'`` without quotes."""
+    (argument,) = shlex.split(copyable_command([f"dataset.column={name}"], command=""))
+    assert plain_value(read(argument)) == name
+    assert ("'" in argument) is (name not in ("text", "1.0.1"))
+    assert copyable_override("dataset.eval_path=null") == "dataset.eval_path=null"

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from distexp.runs.memory_trace import COLUMNS, read_memory_trace
-from distexp.runs.number_ranges import find_problem
+from distexp.runs.metrics import Metrics
+from distexp.runs.number_ranges import find_problem, range_errors
 from distexp.runs.step_files import read_step_model
 from tests.helpers.forecasts import profiled_record, write_profiled
 
@@ -27,6 +29,13 @@ from tests.helpers.forecasts import profiled_record, write_profiled
 )
 def test_numbers_of_real_runs_are_possible(key: str, number: float) -> None:
     assert find_problem(key, number) == ""
+
+
+def test_each_loss_may_be_negative() -> None:
+    """A custom model may add a reward or an entropy to its loss."""
+    losses = [spec.name for spec in fields(Metrics) if "loss" in spec.name]
+    assert "train_router_loss" in losses
+    assert list(range_errors(dict.fromkeys(losses, -0.5), "metrics")) == []
 
 
 @pytest.mark.parametrize(

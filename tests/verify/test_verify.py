@@ -16,6 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from PIL import Image
 
 from distexp import verify
@@ -24,6 +25,7 @@ from distexp.exceptions import SweepInterrupted
 from distexp.launch.outcome import add_proof
 from distexp.runs.record import RunRecord, RunSpec
 from distexp.verify import phases
+from distexp.verify.comparison import Recording
 from distexp.verify.diagnosis import Finding, diagnose
 from distexp.verify.phases import PHASES, phase_overrides
 from tests.helpers.odd_models import UNREPEATABLE, build
@@ -344,6 +346,20 @@ def test_a_plain_script_is_compared_with_one_process(tmp_path: Path) -> None:
         done = run_distexp("verify", "--recorded", *folders, cwd=tmp_path)
         assert done.returncode == 2
         assert message in done.stderr
+
+
+def test_a_new_recording_removes_that_of_more_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DISTEXP_VERIFY", str(tmp_path))
+    for rank in (0, 1, 10):
+        (tmp_path / f"seen{rank}.json").write_text('{"steps": []}')
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    recording = verify.watch(model, optimizer)
+    model(torch.ones(3, 2)).sum().backward()
+    optimizer.step()
+    recording.end()
+    (seen,) = Recording.read(tmp_path).ranks
+    assert len(seen[0]["batches"][0]["inputs"]) == 3
 
 
 @pytest.mark.release

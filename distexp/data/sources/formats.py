@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from distexp.config import ConfigError, DatasetConfig
+from distexp.config.overrides import copyable_overrides
 from distexp.exceptions import first_line
 
 KINDS = {
@@ -354,6 +355,14 @@ def _records(lines: IO[str], separators: str) -> Iterator[Content]:
             count = f"it has {len(fields)} fields, but the header has {len(names)}"
             repeated = next((f"the header has {name} twice" for name in names if names.count(name) > 1), None)
             yield dict(zip(names, fields, strict=False)), repeated if len(fields) == len(names) else count
+
+
+def refuse_column(label: str, column: str, key: str, found: Sequence[str]) -> ConfigError:
+    """Return the error about a column that does not exist, with those that do, and one that needs quotes."""
+    texts = [f"{key}={name}" for name in found]
+    quoted = next((typed for text in texts if (typed := copyable_overrides(text)) != text), None)
+    hint = f", with quotes as in {quoted}" if quoted else ""
+    return ConfigError(f"{label} has no column {column}: set {key} to one of {', '.join(found)}{hint}")
 
 
 def refuse_wrong_rows(first: str, wrong: int, rows: str) -> ConfigError:

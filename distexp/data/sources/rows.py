@@ -23,6 +23,7 @@ from distexp.data.sources.formats import (
     read_file,
     read_footer,
     read_plain,
+    refuse_column,
     refuse_wrong_rows,
 )
 from distexp.exceptions import first_line
@@ -356,7 +357,7 @@ def check_columns(label: str, found: Sequence[str], dataset: DatasetConfig, form
     """Raise ConfigError if a column does not exist, with those that do. Without any, the first rows are wrong."""
     for key, column in zip(form.keys, form.columns(dataset), strict=True):
         if found and column not in found:
-            raise ConfigError(f"{label} has no column {column}: set dataset.{key} to one of {', '.join(found)}")
+            raise refuse_column(label, column, f"dataset.{key}", found)
 
 
 def _read(table: Table, dataset: DatasetConfig, form: RowFormat) -> Iterator[Row]:

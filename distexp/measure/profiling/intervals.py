@@ -79,6 +79,7 @@ def partition(window: Interval, layers: Iterable[tuple[str, Iterable[Interval]]]
 
 
 WARMUP_STEPS = 1  # steps before the profiled ones; they contain the start-up cost of the profiler
+MIN_EPOCH_STEPS = WARMUP_STEPS + 2  # the first step of an epoch is not profiled either
 
 
 @dataclass(frozen=True)
@@ -97,5 +98,5 @@ class ProfileWindow:
         """
         measurable = total - done - train.measure_after_step
         in_last_epoch = total - (total - 1) // per_epoch * per_epoch
-        steps = min(train.profile_steps, measurable // 2 - WARMUP_STEPS, in_last_epoch - WARMUP_STEPS - 1)
+        steps = min(train.profile_steps, measurable // 2 - WARMUP_STEPS, in_last_epoch - MIN_EPOCH_STEPS + 1)
         return cls(total - steps - WARMUP_STEPS, steps) if steps >= 1 else None

@@ -28,7 +28,7 @@ from distexp.measure.memory.step_recording import count_elements
 from distexp.measure.profiling import chrome_trace, phases
 from distexp.measure.profiling.breakdown import BUBBLE, NO_STAGES, remove_overhead
 from distexp.measure.profiling.chrome_trace import Trace, combine_shares
-from distexp.measure.profiling.intervals import WARMUP_STEPS, ProfileWindow
+from distexp.measure.profiling.intervals import MIN_EPOCH_STEPS, WARMUP_STEPS, ProfileWindow
 from distexp.measure.profiling.step_segments import MedianStep, ProfiledStep, RankSummary, items_of, lanes_of
 from distexp.models.transforms import find_units
 from distexp.runs.run_dir import PROFILE_TRACE
@@ -160,7 +160,10 @@ class StepProfiler(watcher.Watcher):
             return self.invalid
         if self.window is None:
             requested = f"train.profile_steps={self.train.profile_steps}"
-            return f"too few steps to measure speed and to profile ({requested}): train more steps"
+            return (
+                f"too few steps to measure speed and to profile ({requested}): train more steps, and at least "
+                f"{MIN_EPOCH_STEPS} in the last epoch, which more samples or a smaller global batch make longer"
+            )
         if self._profile is None or not self._finished:
             return "the training stopped before its last steps, which are profiled"
         with tempfile.TemporaryDirectory(prefix="distexp-profile-") as folder:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from distexp.config.keys import strategy_groups
 from distexp.report.data.answer import (
     differs,
     doubt_of,
@@ -15,7 +16,7 @@ from distexp.report.data.answer import (
 from distexp.report.data.metrics import SPEED
 from distexp.report.data.overview import Overview, Ranking
 from distexp.report.data.repeats import RunGroup
-from distexp.report.data.rows import format_noise, format_setting
+from distexp.report.data.rows import format_noise, format_setting, is_strategy_option
 from distexp.statistics.noise import difference_noise
 
 MAX_EFFECTS = 2  # the largest ones
@@ -41,14 +42,18 @@ def reasons(overview: Overview) -> Iterator[str]:
 
 def _effects(overview: Overview, ranking: Ranking) -> Iterator[tuple[float, str]]:
     """Yield the effect of each setting alone on the speed of the best run: the largest ratio, and a text."""
-    names, best = varied_settings(overview), ranking.best
+    best = ranking.best
+    options = [name for name in overview.varied if is_strategy_option(name) and name not in strategy_groups()]
 
-    def read(group: RunGroup) -> list[object]:
+    def read(group: RunGroup, names: list[str]) -> list[object]:
         return [strategy_label(group), *(group.setting(name) for name in names)]
 
     found: dict[str, list[tuple[float, RunGroup]]] = {}
     for other in ranking.ranked[1:]:
-        pairs = zip(["strategy", *names], read(best.group), read(other.group), strict=True)
+        names = varied_settings(overview)
+        if best.group.setting("strategy") == other.group.setting("strategy"):  # Only then both have these options.
+            names += options
+        pairs = zip(["strategy", *names], read(best.group, names), read(other.group, names), strict=True)
         changed = [name for name, own, value in pairs if own != value]
         if len(changed) == 1 and differs(best.group, other.group, SPEED):
             found.setdefault(changed[0], []).append((best.value.mean / other.value.mean, other.group))

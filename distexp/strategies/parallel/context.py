@@ -144,7 +144,7 @@ def share_tokens(model: nn.Module, config: Config, context: Context) -> None:
     for name, rate in rates.items():
         raise ConfigError(
             f"{typed} does not support dropout, because workers with the same rows would drop the same units of other "
-            f"tokens, but {type(model).__name__} has {name}={rate:g}: {zero_hint(config.model)}"
+            f"tokens, but {type(model).__name__} has {name}={rate:g}: {zero_hint(config.model, name)}"
         )
     blocks = [block for _, block in find_blocks(model, needed_for=typed, alternative=WHOLE)]
     shape = (context.data_parallel, context.slices, context.tensor)

@@ -225,7 +225,7 @@ def _check(model: nn.Module, config: Config, blocks: int, stages: int) -> None:
     for name, rate in rates.items():
         raise ConfigError(
             f"{typed} does not support dropout, because the workers of a group have the same random numbers, but "
-            f"{type(model).__name__} has {name}={rate:g}: {zero_hint(config.model)}"
+            f"{type(model).__name__} has {name}={rate:g}: {zero_hint(config.model, name)}"
         )
 
 

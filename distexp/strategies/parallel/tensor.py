@@ -207,7 +207,7 @@ class Cutter:
             raise ConfigError(
                 f"parallel.tensor={mesh.size()} does not support dropout, because workers of a group would drop the "
                 f"same units of different heads, but {type(model).__name__} has {name}={rate:g}: "
-                f"{zero_hint(config.model)}"
+                f"{zero_hint(config.model, name)}"
             )
         blocks = find_blocks(model, needed_for="parallel.tensor", alternative="parallel.tensor=1")
         plan = plan_of(model, with_experts=config.parallel.expert == 1)
