@@ -21,9 +21,8 @@ from distexp.data.squad_sample import generate
 from distexp.experiments import main as list_experiments
 from distexp.runs.record import RunRecord
 from tests.experiments.test_presets import SHAPES
-from tests.helpers.forked_cli import run_forked
 from tests.helpers.records import invalid, record, write
-from tests.helpers.runs import RANKS, REPOSITORY, resolve_cell, run_distexp, start_module
+from tests.helpers.runs import REPOSITORY, TIMEOUT_S, resolve_cell, run_distexp, start_module
 
 PAGES = sorted((REPOSITORY / "docs" / "workshop").glob("*.md"))
 NOTEBOOKS = sorted((REPOSITORY / "examples" / "notebooks").glob("*.ipynb"))
@@ -148,7 +147,8 @@ def test_fine_tuning_answers_the_questions_and_the_trainer_agrees(tmp_path: Path
 @pytest.mark.slow
 def test_processes_find_each_other_by_variables(tmp_path: Path) -> None:
     script = str(REPOSITORY / "examples" / "workshop" / "ranks.py")
-    done = run_forked("2", script, module="tests.helpers.forked_ranks", cwd=tmp_path, env=RANKS)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert sorted(re.findall(r"rank \d of 2: .* sum of all ranks 1", done.stdout)) == [
         f"rank {rank} of 2: gloo on cpu, sum of all ranks 1" for rank in (0, 1)
