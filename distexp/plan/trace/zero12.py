@@ -171,7 +171,7 @@ class ZeroOneTwo(ShardedOptimizer):
     def __init__(
         self, module: nn.Module, config: Config, settings: dict[str, Any], buffers: Buffers, rank: int = 0
     ) -> None:
-        """``rank``: the traced one; 0 stands for the one that keeps most."""
+        """Trace a rank; 0 stands for the one that keeps most."""
         super().__init__(module, config, settings, buffers)
         self.accumulation = config.train.gradient_accumulation_steps
         self.stage: int = settings["zero_optimization"]["stage"]
