@@ -134,13 +134,12 @@ def test_resume_runs_only_missing_and_new_runs(slurm: Cluster, trained: tuple[Pa
 
 
 def test_nodes_and_workers_of_a_sweep_reach_slurm(slurm: Cluster, tmp_path: Path) -> None:
-    cells = 'sweep.cells=[["cluster.nodes=2","cluster.workers_per_node=1"],["cluster.nodes=4"]]'
-    command = "--multirun cluster=slurm cluster.workers_per_node=2 strategy=fsdp sharding=hybrid_shard"
-    done = run_distexp(*command.split(), cells, cwd=tmp_path, env=slurm.env)
+    command = "--multirun cluster=slurm cluster.nodes=2,4 cluster.workers_per_node=2 sharding=hybrid_shard"
+    done = run_distexp(*command.split(), cwd=tmp_path, env=slurm.env)
     assert done.returncode == 1, "every run fails because the GPUs of the test cluster are fake"
     assert "Traceback" not in done.stdout + done.stderr
     (sweep,) = (tmp_path / "multirun_outputs/distexp").iterdir()
-    for number, (nodes, workers) in enumerate(((2, 1), (4, 2))):
+    for number, (nodes, workers) in enumerate(((2, 2), (4, 2))):
         cpus, gpus = nodes * workers * 4, nodes * workers
         allocated = slurm.wait_accounted(latest_jobs(sweep)[number], "State,AllocNodes,AllocCPUS,AllocTRES")
         assert allocated.startswith(f"FAILED|{nodes}|{cpus}|")
