@@ -28,7 +28,7 @@ PROGRAMS = ("slurmctld", "slurmd", "sbatch", "slurmdbd", "munged", "mariadbd", "
 NODES, CPUS, GPUS, MEMORY_MB = 4, 8, 4, 16000
 MAX_CLUSTERS = 32
 """Test clusters that may run on one machine at the same time."""
-DEADLINE_S = 300.0
+DEADLINE_S = 600.0
 """A time that only a broken cluster misses, also on a busy machine."""
 LONGEST_ROOT = 70
 """Characters of the path of a cluster. The sockets of Slurm's steps add 35, and a socket's path has at most 107."""
