@@ -168,17 +168,29 @@ def check_vocabulary(model: nn.Module, entries: int) -> None:
 
 def check_images(model: nn.Module, size: int) -> None:
     """Raise ConfigError if a model on the meta device does not take images of this size."""
-    with torch.no_grad():
-        try:
+    expected, error = _image_size(model), _error_with(model, size)
+    if error is None:
+        return
+    if isinstance(error, RuntimeError) and (expected in (None, size) or _error_with(model, expected) is not None):
+        return  # It needs values. The first step shows whether it takes the images.
+    raise ConfigError(
+        f"dataset.image_size={size} is not supported by {type(model).__name__} ({first_line(error)}): use "
+        + (f"dataset.image_size={expected}" if expected not in (None, size) else "another size")
+    ) from error
+
+
+def _error_with(model: nn.Module, size: int) -> Exception | None:
+    """Return the error of a model on the meta device with images of this size, or None. The model does not change."""
+    attributes = [(module, dict(vars(module))) for module in model.modules()]
+    try:
+        with torch.no_grad():
             model(images=torch.empty(2, 3, size, size, device="meta"))
-        except (AssertionError, ValueError) as error:
-            expected = _image_size(model)
-            raise ConfigError(
-                f"dataset.image_size={size} is not supported by {type(model).__name__} ({first_line(error)}): use "
-                + (f"dataset.image_size={expected}" if expected not in (None, size) else "another size")
-            ) from error
-        except (NotImplementedError, RuntimeError):
-            return  # It needs values. The first step shows whether it takes the images.
+    except (AssertionError, ValueError, RuntimeError) as error:
+        return error
+    finally:
+        for module, before in attributes:  # Swin keeps windows that are as large as the first images.
+            vars(module).update(before)
+    return None
 
 
 def _image_size(model: Any) -> int | None:

@@ -304,6 +304,17 @@ def test_models_that_do_not_fit_are_refused_with_what_fits(tmp_path: Path) -> No
         task_models.check_images(model.to("meta"), 64)
 
 
+def test_a_model_with_windows_is_refused_for_smaller_images_and_not_changed(tmp_path: Path) -> None:
+    config = transformers.SwinConfig(embed_dim=8, depths=[1, 1], num_heads=[1, 1], image_size=112, window_size=7)
+    config.architectures = ["SwinForImageClassification"]
+    config.save_pretrained(tmp_path)
+    cell = resolve_cell("model=hf", f"model.name={tmp_path}", "model.init=random", SYNTHETIC)
+    model = hf.build(cell.model, 5).to("meta")
+    with pytest.raises(ConfigError, match=r"dataset.image_size=16 is not supported by .*: use dataset.image_size=112"):
+        task_models.check_images(model, 16)
+    task_models.check_images(model, 112)
+
+
 def test_weights_of_an_image_model_are_read_from_a_file(tmp_path: Path) -> None:
     def build(classes: int, *overrides: str) -> nn.Module:
         return task_models.build_torchvision(

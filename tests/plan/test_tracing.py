@@ -251,6 +251,13 @@ def test_attention_without_an_axis_of_heads_needs_no_fused_kernel(shape: tuple[i
     assert torch.equal(found, expected)
 
 
+def test_attention_with_smaller_values_has_their_size() -> None:
+    query, value = (torch.empty(2, 3, 6, size, dtype=torch.bfloat16, device="meta") for size in (24, 16))
+    with CudaFunctions(lambda: None):
+        found = torch.nn.functional.scaled_dot_product_attention(query, query, value, is_causal=True)
+    assert found.shape == value.shape
+
+
 @pytest.mark.parametrize("suffix", ["", "_backward"])
 def test_keys_that_several_heads_share_are_counted_by_each_release(
     suffix: str, monkeypatch: pytest.MonkeyPatch

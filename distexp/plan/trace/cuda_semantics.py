@@ -125,7 +125,11 @@ def _attention(  # noqa: PLR0917 (the arguments of torch)
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Compute attention with FlashAttention, or with the memory-efficient kernel if there is a mask or fp32."""
+    """Compute attention with FlashAttention, or with the memory-efficient kernel where CUDA takes that one.
+
+    FlashAttention takes no mask, no fp32, and one size of at most 256 for the heads of queries and values.
+    Source: ``sdp_utils.cpp`` of PyTorch.
+    """
     if {query.dim(), key.dim(), value.dim()} != {4}:  # No fused kernel takes them, on CUDA as on a CPU.
         return functional.scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
@@ -136,7 +140,8 @@ def _attention(  # noqa: PLR0917 (the arguments of torch)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
         attn_mask = attn_mask.to(dtype) if attn_mask is not None and attn_mask.is_floating_point() else attn_mask
     with torch.autocast("cpu", enabled=False):
-        if attn_mask is None and query.dtype != torch.float32:
+        is_one_size = query.size(-1) == value.size(-1) <= 256
+        if attn_mask is None and query.dtype != torch.float32 and is_one_size:
             return _flash_attention(query, key, value, dropout_p, is_causal, scale)
         if enable_gqa:
             groups = query.size(-3) // key.size(-3)
