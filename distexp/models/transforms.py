@@ -402,7 +402,9 @@ def set_memory_format(model: nn.Module, config: Config) -> None:
     Images are channels-last. A convolution of images and weights in different formats may have to copy the weights.
     """
     if config.train.channels_last:
-        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # changes 4-dimensional tensors only
+        for weight in model.parameters():  # Module.to would fail for the fake tensors of a trace.
+            if weight.dim() == 4:
+                weight.data = weight.data.contiguous(memory_format=torch.channels_last)
 
 
 def read_memory_format(model: nn.Module) -> bool | None:

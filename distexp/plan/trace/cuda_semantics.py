@@ -143,6 +143,10 @@ def _attention(  # noqa: PLR0917 (the arguments of torch)
         is_one_size = query.size(-1) == value.size(-1) <= 256
         if attn_mask is None and query.dtype != torch.float32 and is_one_size:
             return _flash_attention(query, key, value, dropout_p, is_causal, scale)
+        if enable_gqa and query.dtype == torch.float32:  # No fused kernel takes fewer keys than queries in fp32.
+            return torch.ops.aten._scaled_dot_product_attention_math(  # type: ignore[no-any-return]
+                query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=True
+            )[0]
         if enable_gqa:
             groups = query.size(-3) // key.size(-3)
             key, value = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3)
