@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from distexp.distributed.context import Context
 from distexp.hardware.facts import cublas_workspace
@@ -251,11 +252,83 @@ def test_attention_without_an_axis_of_heads_needs_no_fused_kernel(shape: tuple[i
     assert torch.equal(found, expected)
 
 
-def test_attention_with_smaller_values_has_their_size() -> None:
-    query, value = (torch.empty(2, 3, 6, size, dtype=torch.bfloat16, device="meta") for size in (24, 16))
-    with CudaFunctions(lambda: None):
-        found = torch.nn.functional.scaled_dot_product_attention(query, query, value, is_causal=True)
-    assert found.shape == value.shape
+BATCH_MASK, LEARNED_MASK = (16, 1, 512, 512), (1, 12, 512, 512)
+
+
+@pytest.mark.parametrize(
+    ("kept", "dtype", "options"),
+    [
+        (48.4, "bf16", {"is_causal": True}),
+        (56.4, "bf16", {"mask": BATCH_MASK, "dropout_p": 0.1}),
+        (54.4, "bf16", {"mask": LEARNED_MASK}),
+        (32.4, "bf16", {"keys": 4, "is_causal": True}),
+        (40.4, "bf16", {"keys": 4, "mask": BATCH_MASK}),
+        (276.0, "bf16", {"keys": 4, "mask": LEARNED_MASK}),
+        (120.4, "bf16", {"size": 192, "value_size": 128, "is_causal": True}),
+        (80.4, "bf16", {"keys": 4, "size": 192, "value_size": 128, "is_causal": True}),
+        (96.1, "bf16", {"batch": 4, "size": 512, "value_size": 512, "is_causal": True}),
+        (216.0, "bf16", {"keys": 4, "batch": 4, "size": 512, "value_size": 512, "is_causal": True}),
+        (24.4, "fp32", {"mask": LEARNED_MASK, "dropout_p": 0.1}),
+        (288.0, "fp32", {"keys": 4, "is_causal": True}),
+        (528.0, "fp32", {"keys": 4, "is_causal": True, "dropout_p": 0.1}),
+        (288.0, "fp32", {"keys": 4, "mask": BATCH_MASK}),
+    ],
+)
+def test_attention_keeps_what_it_kept_on_an_h200(kept: float, dtype: str, options: dict[str, Any]) -> None:
+    """MiB of an H200 with torch 2.11, by ``torch.cuda.memory_allocated`` before and after the call.
+
+    Without the casts that autocast caches, and the workspace of cuBLAS, which were 40 MiB or less.
+    """
+    size, value_size = options.pop("size", 64), options.pop("value_size", 64)
+    keys, batch, mask = options.pop("keys", 12), options.pop("batch", 16), options.pop("mask", None)
+    leaves = [
+        torch.empty(batch, heads, 512, width, device="meta", requires_grad=True)
+        for heads, width in ((12, size), (keys, size), (keys, value_size))
+    ]
+    if mask is not None:
+        is_learned = mask == LEARNED_MASK
+        leaves.append(
+            torch.empty(mask, device="meta", requires_grad=is_learned, dtype=None if is_learned else torch.bool)
+        )
+    saved: dict[Any, int] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        saved[storage._cdata] = storage.nbytes()
+        return tensor
+
+    query, key, value, *masks = leaves
+    hooks = torch.autograd.graph.saved_tensors_hooks(keep, keep)
+    with CudaFunctions(lambda: None), hooks, torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bf16"):
+        keep(
+            torch.nn.functional.scaled_dot_product_attention(
+                query, key, value, *masks, enable_gqa=keys != 12, **options
+            )
+        )
+    for leaf in leaves:
+        saved.pop(leaf.untyped_storage()._cdata, None)
+    assert sum(saved.values()) / MIB == pytest.approx(kept, abs=1)
+
+
+@pytest.mark.parametrize("has_one_key", [False, True])
+def test_attention_with_a_transposed_mask_or_one_head_of_keys_has_no_fused_kernel(has_one_key: bool) -> None:
+    """As T5 of transformers 5.17, whose position biases are transposed, and Falcon without autocast."""
+    tokens = torch.randn(2, 4, 6, 8)
+    bias = torch.randn(1, 6, 6, 4).permute(0, 3, 1, 2)
+    keys, masks = (tokens[:, :1], None) if has_one_key else (tokens, bias)
+    called = []
+
+    class Names(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            called.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    with Names(), CudaFunctions(lambda: None):
+        found = torch.nn.functional.scaled_dot_product_attention(tokens, keys, keys, masks)
+    keys = keys.expand(tokens.shape)
+    expected = torch.nn.functional.scaled_dot_product_attention(tokens, keys, keys, masks)
+    assert torch.allclose(found, expected, atol=1e-5)
+    assert "aten._safe_softmax.default" in called
 
 
 @pytest.mark.parametrize("suffix", ["", "_backward"])

@@ -3,6 +3,7 @@
 Autocast has other lists of operations for CUDA, and some kernels keep other tensors for the backward pass.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -125,32 +126,54 @@ def _attention(  # noqa: PLR0917 (the arguments of torch)
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Compute attention with FlashAttention, or with the memory-efficient kernel where CUDA takes that one.
+    """Compute attention with the kernel that CUDA takes, or with another one that keeps the same tensors.
 
-    FlashAttention takes no mask, no fp32, and one size of at most 256 for the heads of queries and values.
-    Source: ``sdp_utils.cpp`` of PyTorch.
+    Source: ``sdp_utils.cpp`` of PyTorch, and the kernels that an H200 took with PyTorch 2.11. For bf16 and fp16 it took
+    that of cuDNN, which keeps the same as FlashAttention, or as the memory-efficient kernel.
     """
     if {query.dim(), key.dim(), value.dim()} != {4}:  # No fused kernel takes them, on CUDA as on a CPU.
         return functional.scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
-    # Both kernels keep their inputs, the output, and a number in fp32 for each query.
+    # Each kernel keeps its inputs, the output, and a number in fp32 for each query.
     if torch.is_autocast_enabled("cpu"):
         dtype = torch.get_autocast_dtype("cpu")
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
         attn_mask = attn_mask.to(dtype) if attn_mask is not None and attn_mask.is_floating_point() else attn_mask
+    size, value_size = query.size(-1), value.size(-1)
+    is_learned = attn_mask is not None and attn_mask.requires_grad
+    by_cudnn = query.dtype != torch.float32 and max(size, value_size) <= LARGEST_HEAD and not is_learned
+    has_fewer_keys = key.size(1) != query.size(1)
     with torch.autocast("cpu", enabled=False):
-        is_one_size = query.size(-1) == value.size(-1) <= 256
-        if attn_mask is None and query.dtype != torch.float32 and is_one_size:
+        given = [tensor for tensor in (query, key, value, attn_mask) if tensor is not None]
+        if any(tensor.stride(-1) > 1 for tensor in given) or (has_fewer_keys and not (enable_gqa and by_cudnn)):
+            return _unfused_attention(query, key, value, attn_mask, dropout_p, is_causal, scale)
+        if attn_mask is None and by_cudnn and size == value_size:
             return _flash_attention(query, key, value, dropout_p, is_causal, scale)
-        if enable_gqa and query.dtype == torch.float32:  # No fused kernel takes fewer keys than queries in fp32.
-            return torch.ops.aten._scaled_dot_product_attention_math(  # type: ignore[no-any-return]
-                query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=True
-            )[0]
-        if enable_gqa:
-            groups = query.size(-3) // key.size(-3)
-            key, value = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3)
         return _efficient_attention(query, key, value, attn_mask, dropout_p, is_causal, scale)
+
+
+LARGEST_HEAD = 256
+"""Elements of the largest head that FlashAttention and cuDNN take."""
+
+
+def _unfused_attention(  # noqa: PLR0917
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, is_causal: bool, scale: float | None
+) -> Tensor:
+    """Compute attention as ``_scaled_dot_product_attention_math`` of PyTorch, which keeps the scores of all tokens."""
+    dtype = query.dtype
+    query, key, value = query.float(), key.float(), value.float()
+    if 1 < key.size(1) < query.size(1):
+        groups = query.size(1) // key.size(1)
+        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    if is_causal:
+        mask = query.new_ones(query.size(-2), key.size(-2), dtype=torch.bool).tril()
+    if mask is not None and mask.dtype == torch.bool:
+        mask = torch.where(mask, 0.0, float("-inf")).to(dtype)
+    factor = math.sqrt(query.size(-1) ** -0.5 if scale is None else scale)
+    scores = torch.matmul(query * factor, key.transpose(-2, -1) * factor)
+    weights = torch.ops.aten._safe_softmax(scores if mask is None else scores.add_(mask), -1)
+    return torch.matmul(_dropout(weights, dropout), value).to(dtype)
 
 
 def _flash_attention(  # noqa: PLR0917
