@@ -181,7 +181,12 @@ def format_override(text: str) -> str:
 
 def suggest_command(name: str, directory: Path) -> str:
     """Return the command line of a sub-command: ``distexp status DIR``."""
-    return f"distexp {name} {shlex.quote(str(directory))}"
+    return f"distexp {name} {shlex.quote(path_argument(directory))}"
+
+
+def path_argument(path: Path) -> str:
+    """Return a path that no command takes for an option, as it would ``-x``."""
+    return f"./{path}" if str(path).startswith("-") else str(path)
 
 
 SIMPLE = re.compile(r"[\w./@+~]+=[\w./+-]+", re.ASCII)
