@@ -93,6 +93,9 @@ def test_a_sweep_stays_that_of_the_user_after_runs_in_any_folder_of_it_are_delet
     capsys.readouterr()
     assert main(["status", "sweep"]) == 0
     assert "1 deleted: distexp resume" in capsys.readouterr().out
+    assert main(["rm", "--yes", "sweep/0"]) == 0
+    assert main(["status", "sweep"]) == 2
+    assert capsys.readouterr().err == "distexp: sweep has no runs: distexp resume sweep starts them\n"
     assert main(["rm", "--yes", "sweep"]) == 0
     assert not sweep.exists()
 
