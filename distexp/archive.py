@@ -13,7 +13,7 @@ from pathlib import Path
 
 from distexp.cli.main import CommandParser
 from distexp.config import ConfigError
-from distexp.config.overrides import format_count, shell_quote
+from distexp.config.overrides import format_count, path_argument, shell_quote
 from distexp.exceptions import print_text, run_until_pipe_closes
 from distexp.runs.run_dir import CHECKPOINTS, COMMAND, LOCK, MODEL, SNAPSHOT, SWEEP_LOCK
 from distexp.status import read_ended_runs
@@ -60,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         listed = (f"{what} ({format_memory(size / MIB)})" for what, size in sorted(left_out.items()))
         print_text(f"left out: {', '.join(listed)}")
     # tar takes a name with a colon for a file of another machine.
-    path = f"./{target}" if ":" in target.parts[0] else str(target)
+    path = f"./{target}" if ":" in target.parts[0] else path_argument(target)
     print_text(f"to unpack: tar xzf {shell_quote(path)}")
     return 0
 

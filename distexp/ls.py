@@ -6,7 +6,7 @@ from datetime import datetime
 from pathlib import Path
 
 from distexp.cli.main import CommandParser
-from distexp.config.overrides import copyable_command, format_count, is_sweep, shell_quote
+from distexp.config.overrides import copyable_command, format_count, is_sweep, path_argument, shell_quote
 from distexp.exceptions import describe_os_error, print_error, print_text, run_until_pipe_closes
 from distexp.runs.run_dir import COMMAND, OUTPUTS
 from distexp.status import summarize
@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print_plain(console, f"    {_command(file)}")
     if len(files) > len(shown):
         older = format_count(len(files) - len(shown), "older sweep")
-        print_text(f"{older}: distexp ls {shell_quote(str(options.folder))} -n {len(files)}")
+        print_text(f"{older}: distexp ls {shell_quote(path_argument(options.folder))} -n {len(files)}")
     return 0
 
 

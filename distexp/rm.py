@@ -11,8 +11,9 @@ from pathlib import Path
 
 from distexp.cli.main import CommandParser
 from distexp.config import Command, ConfigError
-from distexp.config.overrides import format_count, shell_quote
+from distexp.config.overrides import format_count, path_argument, shell_quote
 from distexp.exceptions import print_text, run_until_pipe_closes
+from distexp.guard.config_files import is_own_file, remember_file
 from distexp.runs import attempts, run_dir
 from distexp.runs.run_dir import COMMAND, PROOF, SPEC
 from distexp.status import read_ended_runs, summarize
@@ -61,7 +62,7 @@ def _errors(folder: Path) -> Iterator[str]:
         more = ", ..." if len(names) > MAX_NAMES else ""
         yield (
             f"{folder} also contains what distexp did not write: {', '.join(names[:MAX_NAMES])}{more}. Move it to "
-            f"another place, or delete everything by rm -r {shell_quote(str(folder))}"
+            f"another place, or delete everything by rm -r {shell_quote(path_argument(folder))}"
         )
 
 
@@ -75,17 +76,16 @@ def _foreign_names(folder: Path) -> list[str]:
 
 
 def _is_written_by_distexp(path: Path) -> bool:
-    """Return whether a path is a snapshot of the code, or has only runs. An invalid run has no spec."""
+    """Return whether a path is a snapshot of the code, or has nothing but runs. An invalid run has no spec."""
     if path.is_symlink() or not path.is_dir():
         return False
-    marks, found = {SPEC, run_dir.RECORD, PROOF, run_dir.HYDRA}, False
+    marks = {SPEC, run_dir.RECORD, PROOF, run_dir.HYDRA}
     for _, folders, names in walk(path):
         if marks & {*folders, *names}:
-            found = True
             folders.clear()  # All in a run is its own.
         elif names:
             return path.name.startswith(run_dir.SNAPSHOT)
-    return found or path.name.startswith(run_dir.SNAPSHOT)
+    return True  # Empty folders are left of hydra.sweep.subdir=FOLDER/... after its runs are deleted.
 
 
 def _description(folder: Path) -> str:
@@ -116,14 +116,18 @@ def _delete(folder: Path) -> None:
     with attempts.sweep_lock(folder), attempts.run_lock(folder) as owner:
         if owner is not None:
             raise ConfigError(f"{folder} was not deleted: {owner} uses it")
+        path, is_sweep = folder.resolve(), (folder / COMMAND).is_file()
         shutil.rmtree(folder)
-    sweep, name = folder.absolute().parent / COMMAND, folder.resolve().name
-    command = read_or_none(sweep)
-    if isinstance(command, dict) and name.isdecimal():  # so that distexp status does not call it "not started"
-        times = sweep.stat()
+    sweep = next((above / COMMAND for above in path.parents if (above / COMMAND).is_file()), None)
+    command = None if is_sweep or sweep is None else read_or_none(sweep)
+    # So that distexp status does not call it "not started". Another program may have a file of this name.
+    if sweep is not None and isinstance(command, dict) and "words" in command:
+        name, is_own, times = str(path.relative_to(sweep.parent)), is_own_file(sweep), sweep.stat()
         deleted = command.get("deleted")
         earlier = [text for text in deleted if isinstance(text, str)] if isinstance(deleted, list) else []
         write_json(sweep, {**command, "deleted": [*earlier, name]})
+        if is_own:
+            remember_file(sweep)
         os.utime(sweep, ns=(times.st_atime_ns, times.st_mtime_ns))  # when the sweep was started
 
 

@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 
 from distexp.cli.main import main
+from distexp.config.overrides import suggest_command
+from distexp.guard.config_files import is_own_file, remember_file
 from distexp.runs import attempts
 from tests.helpers.runs import REPOSITORY, make_spec
 from tests.helpers.small_disk import small_disk
@@ -24,6 +26,7 @@ from tests.test_status import write_sweep
 def sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return the folder of a sweep of two runs, one with a checkpoint and a model. The current folder is above it."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("DISTEXP_CACHE", str(tmp_path.with_suffix(".cache")))
     write_sweep(tmp_path / "sweep", ("strategy=ddp",), ("strategy=fsdp",))
     for name in ("checkpoints/step-1/weights", "model/weights", "logs/node0/rank0.log", "attempts/0/metrics.jsonl"):
         path = tmp_path / "sweep" / "0" / name
@@ -77,6 +80,34 @@ def test_an_abbreviated_option_is_refused(
     assert capsys.readouterr().err == f"distexp: {error}\n"
     assert [path.name for path in Path().iterdir()] == ["sweep"]
     assert (sweep / "0").is_dir()
+
+
+def test_a_sweep_stays_that_of_the_user_after_runs_in_any_folder_of_it_are_deleted(
+    sweep: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    remember_file(sweep / "command.json")
+    (sweep / "lr").mkdir()
+    (sweep / "1").rename(sweep / "lr" / "first")
+    assert main(["rm", "--yes", "sweep/lr/first"]) == 0
+    assert is_own_file(sweep / "command.json")
+    capsys.readouterr()
+    assert main(["status", "sweep"]) == 0
+    assert "1 deleted: distexp resume" in capsys.readouterr().out
+    assert main(["rm", "--yes", "sweep/0"]) == 0
+    assert main(["status", "sweep"]) == 2
+    assert capsys.readouterr().err == "distexp: sweep has no runs: distexp resume sweep starts them\n"
+    assert main(["rm", "--yes", "sweep"]) == 0
+    assert not sweep.exists()
+
+
+def test_printed_commands_take_no_folder_for_an_option(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sweep.rename("-x")
+    assert main(["archive", "./-x"]) == 0
+    assert capsys.readouterr().out.endswith("to unpack: tar xzf ./-x.tar.gz\n")
+    Path("-x", "notes").touch()
+    assert main(["rm", "./-x", "--yes"]) == 2
+    assert capsys.readouterr().err.endswith("delete everything by rm -r ./-x\n")
+    assert suggest_command("status", Path("-x")) == "distexp status ./-x"
 
 
 @pytest.mark.parametrize("deleted", [5, {"a": [1]}, [7, "3"], None])

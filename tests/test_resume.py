@@ -240,8 +240,10 @@ UNSAFE = {  # arguments in command.json that the user must repeat
     "cluster.setup=['touch x']": "'cluster.setup=[touch x]'",
     "++cluster.environment.LD_PRELOAD=x.so": "++cluster.environment.LD_PRELOAD=x.so",
     "++cluster.environment.NCCL_ALGO=Tree": "++cluster.environment.NCCL_ALGO=Tree",
+    "tracker=theirs": "tracker=theirs",
+    "tracker.uri=http://127.0.0.1:9": "tracker.uri=http://127.0.0.1:9",
 }
-SAFE = ("cluster=slurm", "cluster.partition=a", "hydra.sweep.dir=x")
+SAFE = ("tracker=mlflow", "cluster=slurm", "cluster.partition=a", "hydra.sweep.dir=x")
 
 
 def make_command(folder: Path, *arguments: str) -> None:
@@ -258,8 +260,9 @@ def test_code_in_a_stored_command_must_be_repeated(
     make_command(tmp_path, *SAFE, argument)
     assert main([str(tmp_path)]) == 2
     shown = UNSAFE[argument]
+    danger = "would get the results and your credentials" if "tracker" in argument else "could run code"
     assert capsys.readouterr().err == (
-        f"distexp: {tmp_path}/command.json contains {shown}, which could run code: "
+        f"distexp: {tmp_path}/command.json contains {shown}, which {danger}: "
         f"if you trust it, add {shown} to the command\n"
     )
     assert started == []

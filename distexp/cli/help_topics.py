@@ -14,7 +14,7 @@ from distexp.cli.command_warnings import reader_of
 from distexp.cli.foreign_names import ALIASES
 from distexp.cli.main import COMMANDS
 from distexp.config.fields import FieldInfo, info_of
-from distexp.config.keys import conf_dir, options_of, schema_fields, sections, top_level_fields
+from distexp.config.keys import RESERVED_KEYS, conf_dir, options_of, schema_fields, sections, top_level_fields
 from distexp.resolve.resolution import implied_strategy
 
 INDENT = 17 * " "
@@ -201,10 +201,19 @@ def _key_text(key: str, spec: Field[Any]) -> str:
     if values := describe_range(info_of(spec)):
         lines.append(wrap(f"Values: {values}.", "  "))
     lines.append(wrap(f"Default: {describe_default(spec)}. A model or a preset can have another one.", "  "))
+    return "\n".join([*lines, "", f"  {_key_example(key)}"])
+
+
+def _key_example(key: str) -> str:
+    """Return how to set a key: what chooses it, if it cannot be set itself."""
+    section, _, name = key.rpartition(".")
+    if key in RESERVED_KEYS:
+        return f"{key} cannot be set: {RESERVED_KEYS[key]}"
+    if section in GROUPS and name in ("name", "_target_"):
+        return f"distexp {section}=OPTION" if key != "model.name" else f"distexp model=hf {key}=VALUE"
     reader, override = reader_of(key), f"{key}=VALUE"
-    shrunk = "scale=tiny " if key.startswith("scale.") else ""
-    example = f"distexp {shrunk}{override}" if reader is None else reader.example(key, override)
-    return "\n".join([*lines, "", f"  {example}"])
+    shrunk = "scale=tiny " if section == "scale" else ""
+    return f"distexp {shrunk}{override}" if reader is None else reader.example(key, override)
 
 
 def _keys_named(name: str) -> Iterator[tuple[str, Field[Any]]]:

@@ -176,12 +176,29 @@ TYPED_BOOLEAN = re.compile(r"(?<=[=,\[:])(True|False)(?=[,\]}]|$)")
 
 def format_override(text: str) -> str:
     """Return an override as it is typed: without Hydra's quotes, and with ``true`` for ``True``."""
+    if "'" in text and ("\\'" in text or '"' in text) and (override := _parse(text)) is not None:
+        value = override.value()
+        if isinstance(value, str) and "'" in value:
+            return f"{text.partition('=')[0]}={value}"
+        if _has_apostrophe(value):  # A list with it needs its quotes.
+            return text
     return TYPED_BOOLEAN.sub(lambda found: found[0].lower(), text.replace("'", ""))
+
+
+def _has_apostrophe(value: Any) -> bool:
+    if isinstance(value, dict | list):
+        return any(map(_has_apostrophe, value if isinstance(value, list) else (*value, *value.values())))
+    return "'" in str(plain_value(value))
 
 
 def suggest_command(name: str, directory: Path) -> str:
     """Return the command line of a sub-command: ``distexp status DIR``."""
-    return f"distexp {name} {shlex.quote(str(directory))}"
+    return f"distexp {name} {shlex.quote(path_argument(directory))}"
+
+
+def path_argument(path: Path) -> str:
+    """Return a path that no command takes for an option, as it would ``-x``."""
+    return f"./{path}" if str(path).startswith("-") else str(path)
 
 
 SIMPLE = re.compile(r"[\w./@+~]+=[\w./+-]+", re.ASCII)

@@ -250,7 +250,9 @@ class ProfiledRun:
     @property
     def title(self) -> str:
         """Return directory and overrides, as they are typed."""
-        return f"{self.directory}: {' '.join(map(format_override, self.record.run.overrides))}".removesuffix(": ")
+        # Records have no quotes of Hydra, so an apostrophe is part of a value. Earlier ones have True.
+        shown = (text if "'" in text else format_override(text) for text in self.record.run.overrides)
+        return f"{self.directory}: {' '.join(shown)}".removesuffix(": ")
 
     def to_json(self) -> dict[str, Any]:
         """Return the run for programs."""

@@ -20,10 +20,13 @@ from distexp.config.keys import conf_dir, config_groups, options_of
 from distexp.config.overrides import (
     add_plus_prefix,
     copyable_command,
+    copyable_override,
     is_override,
     key_of,
     parse,
+    plain_value,
     quote_choice,
+    quote_for_hydra,
     shell_quote,
     value_of,
 )
@@ -139,7 +142,7 @@ def forecast_arguments(
 
     Raise ConfigError if an override changes what the workers compute, or if another user's run may run code.
     """
-    stored = run.record.run.overrides
+    stored = [*map(copyable_override, run.record.run.overrides)]  # A record has them without quotes.
     if not run.is_own:
         check_stored_command(run.directory / RECORD, stored, typed)
     if errors := list(_errors(run, typed, folders)):
@@ -148,11 +151,13 @@ def forecast_arguments(
     replaced = {*NOT_REPEATED_KEYS, *map(key_of, [*fixed, *added])}
     kept = [text for text in stored if key_of(text) not in replaced and _section(text) not in NOT_REPEATED]
     for position, text in enumerate(added):
-        if key_of(text) == "forecast.preflight" and (value := value_of(text)) != "null":
-            added[position] = f'forecast.preflight="{Path(value).absolute()}"'  # The run may be of another folder.
+        if key_of(text) == "forecast.preflight" and (value := plain_value(parse([text])[0].value())) is not None:
+            path = quote_for_hydra(str(Path(str(value)).absolute()))
+            added[position] = f"forecast.preflight={path}"  # The run may be of another folder.
     cells = json.dumps([as_cell(size) for size in choose_sizes(run, typed)], separators=(",", ":"))
     output = ["plan.output=json", "forecast.output=json"] if as_json else []
-    return [*kept, *fixed, *added, *output, f"sweep.cells={cells}", f'forecast.run="{run.directory}"']
+    directory = quote_for_hydra(str(run.directory))
+    return [*kept, *fixed, *added, *output, f"sweep.cells={cells}", f"forecast.run={directory}"]
 
 
 def _errors(run: ProfiledRun, typed: Sequence[str], folders: Sequence[str]) -> Iterator[str]:

@@ -142,7 +142,7 @@ def find_profiled_run(directory: Path) -> ProfiledRun:
     if len(profiled) > 1:
         titles = [f"{directory} has {len(profiled)} profiled runs: give one of them:"]
         for run in profiled[:MAX_LISTED_RUNS]:
-            overrides = " ".join(run.record.run.overrides).replace("'", "")
+            overrides = " ".join(run.record.run.overrides)
             titles.append(f"{run.directory} ({overrides})" if overrides else str(run.directory))
         more = [f"and {len(profiled) - MAX_LISTED_RUNS} more"] if len(profiled) > MAX_LISTED_RUNS else []
         raise ConfigError("\n  ".join([*titles, *more]))

@@ -12,7 +12,7 @@ import re
 import shlex
 import stat
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -297,13 +297,17 @@ def _explain(section: str, values: Mapping[str, Any], composed: DictConfig) -> s
     shown = [f"{key}={text}" for key, text in zip(values, texts, strict=True)]
     group = section.partition(".")[0]
     file = f"choose its file with {group}=NAME, or " if group in ("cluster", "tracker") else ""
-    danger = "would get the results and your credentials" if section == TRACKER_URI else "could run code"
     name = list(values)[-1].rpartition(".")[2]
     origin = _origin((name, texts[-1].strip("[]").partition(",")[0]), composed)
     if section == OUTPUT_SUBDIR:  # The command line may not set it either.
         return f"{shown[0]} {origin}, and would overwrite files in another folder: remove it from the file"
     typed = " ".join(f"'{text}'" for text in shown)
-    return f"{', '.join(shown)} {origin}, and {danger}: if you trust it, {file}add {typed} to the command"
+    return f"{', '.join(shown)} {origin}, and {_danger([section])}: if you trust it, {file}add {typed} to the command"
+
+
+def _danger(keys: Iterable[str]) -> str:
+    is_server = any(key.partition(".")[0] == "tracker" for key in keys)
+    return "would get the results and your credentials" if is_server else "could run code"
 
 
 def _origin(texts: Sequence[str], composed: DictConfig) -> str:
@@ -345,11 +349,11 @@ def _mark(path: Path) -> Path:
 
 
 def check_stored_command(path: Path, stored: Sequence[str], typed: Sequence[str]) -> None:
-    """Raise a ConfigError with all overrides of a stored command that can run code and are not repeated by the user."""
+    """Raise a ConfigError with all overrides of a stored command that need trust, unless the user repeats them."""
     repeated = {key_of(override) for override in typed_overrides(typed)}
     errors = [
-        f"{path} contains {_shown(argument)}, which could run code: if you trust it, add {_shown(argument)} to the "
-        "command"
+        f"{path} contains {_shown(argument)}, which {_danger(_unsafe_keys(argument))}: if you trust it, add "
+        f"{_shown(argument)} to the command"
         for argument in stored
         if is_override(argument) and _unsafe_keys(argument) - repeated
     ]
@@ -363,7 +367,7 @@ def _shown(argument: str) -> str:
 
 
 def _unsafe_keys(argument: str) -> set[str]:
-    """Return the keys of an override, and of those inside ``sweep.cells``, that can run code."""
+    """Return the keys of an override, and of those inside ``sweep.cells``, that need trust."""
     return {key_of(override) for override in typed_overrides([argument]) if _is_unsafe(argument, override)}
 
 
@@ -372,11 +376,11 @@ def _is_unsafe(argument: str, override: Override) -> bool:
     if key == TRUSTED:
         trusted = command_line.packages_trusted_by_user([argument])
         return not set(trusted) <= set(command_line.packages_of_environment())
-    if key == "cluster":
-        return str(plain_value(override.value())) not in options_of("cluster")
+    if key in ("cluster", "tracker"):
+        return str(plain_value(override.value())) not in options_of(key)
     if key.startswith(("hydra.", "hydra/")):
         return key not in SAFE_HYDRA_KEYS
-    return any(f"{key}.".startswith(f"cluster.{name}.") for name in CLUSTER_KEYS)
+    return key == TRACKER_URI or any(f"{key}.".startswith(f"cluster.{name}.") for name in CLUSTER_KEYS)
 
 
 def check_working_directory(path: Path, directory: str) -> None:

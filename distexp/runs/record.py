@@ -245,7 +245,7 @@ def not_a_sweep(directory: Path, missing: str) -> str:
         if read_or_none(directory / COMMAND, "command") == Command.VERIFY:
             status = suggest_command("status", directory)
             return f"{directory} belongs to distexp verify and has no runs: {status} shows its result, Ctrl-C ends it"
-        return f"no run of {directory} has started: {suggest_command('resume', directory)}"
+        return f"{directory} has no runs: {suggest_command('resume', directory)} starts them"
     for above in directory.absolute().parents:
         if (above / COMMAND).is_file():
             return f"{directory} is not a sweep but is inside one: give {above}"

@@ -652,6 +652,9 @@ def test_help_is_a_command_too() -> None:
         ("choose.gpus", ("choose.gpus\n", "  distexp choose choose.gpus=VALUE")),
         ("plan.gpu", ("plan.gpu\n", "  distexp plan.gpu=VALUE")),
         ("scale.layers", ("scale.layers\n", "  distexp scale=tiny scale.layers=VALUE")),
+        ("tracker.name", ("tracker.name\n", "  distexp tracker=OPTION\n")),
+        ("model.name", ("model.name\n", "  distexp model=hf model.name=VALUE\n")),
+        ("cluster._target_", ("  cluster._target_ cannot be set: choose the launcher with cluster=\n",)),
     ],
 )
 def test_help_explains_groups_options_and_keys(

@@ -16,6 +16,7 @@ import pytest
 
 from distexp.compose.composition import Cell
 from distexp.config import Config, ConfigError, ForecastConfig, StrategyConfig
+from distexp.config.overrides import parse, plain_value
 from distexp.forecast import __main__ as arguments
 from distexp.forecast import size_rows
 from distexp.forecast.__main__ import main
@@ -127,7 +128,18 @@ def test_the_memory_of_the_gpu_is_that_of_the_profiled_run_if_it_is_needed(
 def test_the_path_of_a_preflight_may_have_quotes(quote: str, tmp_path: Path) -> None:
     run = read_profiled_run(write_profiled(tmp_path / "run", profiled_record()) / "0")
     found = arguments.forecast_arguments(run, [f"forecast.preflight={quote}/tmp/a b{quote}"], as_json=False)
-    assert 'forecast.preflight="/tmp/a b"' in found
+    assert "forecast.preflight='/tmp/a b'" in found
+
+
+@pytest.mark.parametrize("value", ["it's, (1).jsonl", "a,b.jsonl"])
+def test_a_run_with_any_path_in_a_folder_of_any_name_is_forecast(value: str, tmp_path: Path) -> None:
+    profiled = profiled_record()
+    profiled.run.overrides = ["dataset=text", f"dataset.path={value}"]
+    run = read_profiled_run(write_profiled(tmp_path / f'"{value}"', profiled) / "0")
+    typed = parse(arguments.forecast_arguments(run, [], as_json=False))
+    values = {override.get_key_element(): plain_value(override.value()) for override in typed}
+    assert values["dataset.path"] == value
+    assert values["forecast.run"] == str(run.directory)
 
 
 def test_the_answer_comes_first_and_each_size_has_a_row(

@@ -8,7 +8,13 @@ from typing import Any
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from distexp.config.overrides import copyable_command, copyable_override, plain_value
+from distexp.config.overrides import (
+    copyable_command,
+    copyable_override,
+    format_override,
+    plain_value,
+    quote_for_hydra,
+)
 
 
 def read(text: str) -> Any:
@@ -27,10 +33,17 @@ def read(text: str) -> Any:
 )  # fmt: skip
 def test_a_text_of_a_record_survives_bash_and_hydra(value: str) -> None:
     """A record has the override without Hydra's quotes."""
-    expected = value.replace("'", "")
-    command, argument = shlex.split(copyable_command([f"name={expected}"]))
+    stored = format_override(f"name={quote_for_hydra(value)}")
+    assert stored.startswith(f"name={value[:2]}")
+    command, argument = shlex.split(copyable_command([stored]))
     assert command == "distexp"
-    assert str(read(argument)) == expected
+    assert str(read(argument)) == value
+
+
+@pytest.mark.parametrize("typed", ['name="it\'s"', "key=['it\\'s',b]", "key={a:'it\\'s'}"])
+def test_an_apostrophe_survives_a_record(typed: str) -> None:
+    (argument,) = shlex.split(copyable_command([format_override(typed)], command=""))
+    assert plain_value(read(argument)) == plain_value(read(typed))
 
 
 @pytest.mark.parametrize("value", ["it\\'s", "a,b", "a\\\\", "a\\\\\\'", "[x]", "1", "null", "true", "a b"])
