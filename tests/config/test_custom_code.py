@@ -103,6 +103,10 @@ def test_a_worker_names_what_is_wrong_with_a_model(name: str, expected: str) -> 
         ("load_list", ["load_list returned a list instead of a distexp.data.base.TaskData: return one"]),
         ("return_none", ["return_none returned None instead of a distexp.data.base.TaskData: return one"]),
         (
+            "load_other_targets",
+            ["whose collate counts the targets of masked_lm and not those of causal_lm, as TextCollate(..., task='ca"],
+        ),
+        (
             "load_wrong_fields",
             [
                 "load_wrong_fields returned a TaskData whose train is None without __len__ or __getitem__: correct it",
@@ -155,3 +159,5 @@ def test_a_strategy_that_describes_nothing_is_named() -> None:
         check_built(nothing, {})
     with pytest.raises(ConfigError, match=r"expected_build\(\) of the strategy returned None instead of a Mapping"):
         check_built(object.__new__(Built), nothing)
+    with pytest.raises(ConfigError, match=r"expected_build\(\) of the strategy has wrappr, which record.json lacks in"):
+        check_built(object.__new__(Built), {"wrappr": "none"})
