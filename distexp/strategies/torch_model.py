@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel.distributed import DistributedDataParallel
 
 from distexp.config import WHOLE_MODEL, Config, ConfigError
-from distexp.config.custom_code import code_place
+from distexp.config.custom_code import check_returned, code_place
 from distexp.data.base import Batch
 from distexp.distributed.context import Context
 from distexp.distributed.process_group import broadcast_buffers, gather_to_all
@@ -250,8 +250,8 @@ class TorchModel:
 
     def describe(self) -> Built:
         """Return what was built, read from the live objects."""
-        autocast_dtype = active_autocast_dtype(self.autocast)
-        distribution = self.distribution()
+        autocast_dtype, distribution = active_autocast_dtype(self.autocast), self.distribution()
+        check_returned(distribution, Distribution, "distribution() of the strategy")
         with self._masters():
             built = describe(self.module, self.optimizer, distribution, autocast_dtype, strategy=self.strategy)
         if self.copies is not None:

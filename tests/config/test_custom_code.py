@@ -21,6 +21,7 @@ from distexp.engines.base import check_built
 from distexp.engines.native import Native
 from distexp.models.objective import get_logits
 from distexp.runs.record_sections import Built
+from distexp.strategies.torch_model import TorchModel
 from distexp.training.build import load_data, model_factory
 from tests.helpers.runs import resolve_cell
 
@@ -159,5 +160,10 @@ def test_a_strategy_that_describes_nothing_is_named() -> None:
         check_built(nothing, {})
     with pytest.raises(ConfigError, match=r"expected_build\(\) of the strategy returned None instead of a Mapping"):
         check_built(object.__new__(Built), nothing)
+    model: Any = SimpleNamespace(autocast=torch.autocast("cpu", enabled=False), distribution=lambda: None)
+    with pytest.raises(
+        ConfigError, match=r"distribution\(\) of the strategy returned None instead of a .*Distribution"
+    ):
+        TorchModel.describe(model)
     with pytest.raises(ConfigError, match=r"expected_build\(\) of the strategy has wrappr, which record.json lacks in"):
         check_built(object.__new__(Built), {"wrappr": "none"})
