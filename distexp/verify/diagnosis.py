@@ -201,7 +201,7 @@ class Explanation:
             rounded = f"the gradients of {where} differ by {first.error:.1e} from those of single, as by rounding"
             text = f"{rounded}: they are computed, added or reduced with fewer bits"
             if first.step > 1:  # Fewer bits would already change the first step.
-                text += ", or rounding changed a ReLU that was not replaced. Step 1 agrees: use another seed (train.seed=7)"
+                text += ", or rounding changed a ReLU that verify keeps. Step 1 agrees: use another seed (train.seed=7)"
             elif first.detail.get("has_batch_norms"):
                 text += AMPLIFIED
             return None if self._has("loss", first.step) else Cause("rounded", text)
