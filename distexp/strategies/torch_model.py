@@ -378,16 +378,15 @@ def explained_model_errors(model: nn.Module, config: Config) -> Iterator[None]:
 
 _OUTSIDE_OF_FORWARD = (
     "{model} uses weights of a block outside of its forward pass{place}: it calls another method of the block, uses "
-    "a weight of another module, or changes an output in place. FSDP has freed these weights. Use fsdp.wrap=none, "
-    "which shards the model as one unit, or strategy=ddp"
+    "a weight of another module, or changes an input or output in place. FSDP has freed these weights. Use "
+    "fsdp.wrap=none, which shards the model as one unit, or strategy=ddp"
 )
 MODEL_ERRORS = {
     "Expected to have finished reduction in the prior iteration": (
         "some parameters of {model} had no gradient, because they do not contribute to the loss. DDP waits for the "
         "gradients of all: add ddp.find_unused_parameters=true"
     ),
-    "got mixed torch.Tensor and DTensor": _OUTSIDE_OF_FORWARD,
-    "out of bounds for storage of size 0": _OUTSIDE_OF_FORWARD,
+    **dict.fromkeys(("got mixed torch.Tensor", "storage of size 0", "RegisterPostBackward"), _OUTSIDE_OF_FORWARD),
     "is shared with a parameter already managed by another FSDP group": (
         "{model} uses one weight in several of its modules, which are sharded one by one: use fsdp.wrap=none and "
         "engine=native, or strategy=ddp"
