@@ -230,7 +230,7 @@ def test_the_end_of_a_run_has_at_most_twelve_lines_the_most_important_first() ->
 
 
 def test_what_lacks_for_a_price_is_in_a_full_panel() -> None:
-    """No other file has it."""
+    """Other files lack the reason."""
     lines = [(name, "") for name in ("built", "memory parts", "step time", "padding", "not measured", "runtime")]
     assert [name for name, _ in most_important_first(lines)][:2] == ["runtime", "not measured"]
 

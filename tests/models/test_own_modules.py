@@ -128,7 +128,7 @@ def test_the_record_has_the_cast_and_the_loss(runs: Callable[[str], Path]) -> No
 
 
 def test_an_input_that_is_changed_in_place_is_named() -> None:
-    torch_says = "Output 0 of RegisterPostBackwardFunction is a view and is being modified inplace. This view"
+    message_of_torch = "Output 0 of RegisterPostBackwardFunction is a view and is being modified inplace. This view"
     model = torch.nn.Linear(1, 1)
     with pytest.raises(ConfigError, match=OUTSIDE), explained_model_errors(model, resolve_cell("sharding=full_shard")):
-        raise RuntimeError(torch_says)
+        raise RuntimeError(message_of_torch)
