@@ -7,10 +7,16 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from runpy import run_path
+from types import SimpleNamespace
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
 
 from distexp.runs.record import RunRecord
+from distexp.strategies import torch_model
 from tests.helpers.runs import REPOSITORY, TIMEOUT_S, run_distexp
 
 PAGE = (REPOSITORY / "docs" / "how-to" / "extend.md").read_text()
@@ -79,6 +85,21 @@ def test_a_custom_strategy_has_the_losses_of_ddp(folder: Path) -> None:
     assert (mine.built.wrapper, mine.built.mesh) == ("all-reduce", [2, 1])
     assert mine.metrics.train_losses == pytest.approx(ddp.metrics.train_losses, rel=1e-5)
     assert mine.metrics.eval_losses == pytest.approx(ddp.metrics.eval_losses, rel=1e-5)
+
+
+def test_a_custom_strategy_leaves_out_frozen_parameters(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``distexp verify`` has a phase with one."""
+    model = nn.Linear(2, 1)
+    model.bias.requires_grad_(False)
+    monkeypatch.setattr(dist, "all_reduce", lambda gradient: gradient.mul_(2))
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(torch_model, "TorchModel", lambda *_, sync_context, **__: sync_context)
+    strategy = run_path(str(folder / "my_package" / "strategy.py"))["AllReduce"]()
+    blueprint = SimpleNamespace(model=model, materialize=lambda module: None)
+    with strategy.setup(blueprint, None, None)(last_micro=True):
+        model(torch.ones(1, 2)).sum().backward()
+    assert model.weight.grad is not None
+    assert model.weight.grad.tolist() == [[1.0, 1.0]]
 
 
 @pytest.mark.slow

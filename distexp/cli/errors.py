@@ -199,7 +199,8 @@ def _explain_syntax(override: str, reason: str) -> str:
         return home_message(key, value)
     if mistyped := _explain_signs(override, key, value):
         return mistyped
-    if quoted_values := _quote_values(value):
+    is_swept = not key.startswith("hydra.")  # So a comma in another value is part of it.
+    if quoted_values := _quote_values(value, is_swept=is_swept):
         return f"{override} needs quotes: write {shell_quote(f'{key}={quoted_values}')}"
     pairs = (("'", "'"), ('"', '"'), ("[", "]"), ("{", "}"))
     odd = (a for a, b in pairs if (value.count(a) % 2 if a == b else value.count(a) != value.count(b)))
@@ -208,11 +209,13 @@ def _explain_syntax(override: str, reason: str) -> str:
     return f"{override} cannot be parsed{cause}"
 
 
-def _quote_values(value: str) -> str | None:
-    """Return a value, or each of a sweep, in the quotes that it needs; None if quotes are not what is missing."""
+def _quote_values(value: str, *, is_swept: bool = True) -> str | None:
+    """Return a value, or each of a sweep or a list, in the quotes it needs; None if quotes are not what is missing."""
+    if value[:1] == "[" and value[-1:] == "]" and (inner := _quote_values(value[1:-1])):
+        return f"[{inner}]"
     start, values, end = FUNCTION.fullmatch(value).groups("")  # type: ignore[union-attr]
     # Hydra drops the spaces around a value without quotes.
-    parts = [values] if os.path.exists(values) else [part.strip() for part in values.split(",")]
+    parts = [values] if not is_swept or os.path.exists(values) else [part.strip() for part in values.split(",")]
     texts = [part for part in parts if not os.path.exists(part)]  # A file may have any name.
     if any(BRACKETS & set(text) or text.startswith("'") for text in texts):
         return None

@@ -149,7 +149,7 @@ def _ways(config: Mapping[str, Any]) -> Iterator[str]:
 
 IMPORTANT = (
     *("error", "GPU memory", "largest", "would fit", "interconnect", "matrix ceiling"),
-    *("throughput", "peak memory", "eval loss", "train loss", "answers", "eval accuracy", "runtime"),
+    *("throughput", "peak memory", "eval loss", "train loss", "answers", "eval accuracy", "runtime", "not measured"),
     *("slow ranks", "busy cores", "uneven steps", "padding", "model FLOPs", "step time", "prediction", "communication"),
 )
 """Names of the lines that come first at the end of a run, in their order."""

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from distexp.config import ConfigError
 from distexp.config.custom_code import PAGE, check_returned, describe_type
-from distexp.config.tasks import DECODER_LABELS
+from distexp.config.tasks import DECODER_LABELS, TASKS
 
 COLLATE = "collate of the dataset"
 
@@ -147,6 +147,9 @@ def check_task_data(data: TaskData, task: str, source: str) -> None:
     classes: Any = data.num_classes
     if not callable(collate):
         wrong.append(f"collate is {describe_type(collate)}, which cannot be called")
+    if (counted := getattr(collate, "task", task)) != task and counted in TASKS:  # Other labels are targets.
+        right = f"{type(collate).__name__}(..., task={task!r}) does"
+        wrong.append(f"collate counts the targets of {counted} and not those of {task}, as {right}")
     if not isinstance(classes, Integral):
         wrong.append(f"num_classes is {describe_type(classes)} and not an int")
     if data.task != task:

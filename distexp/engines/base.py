@@ -6,8 +6,8 @@ The launcher asks a trainer for errors. It has no torch, so a trainer imports to
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from distexp.config import Config
-from distexp.config.custom_code import check_members, check_returned, locate, shorten_errors
+from distexp.config import Config, ConfigError
+from distexp.config.custom_code import PAGE, check_members, check_returned, locate, shorten_errors
 from distexp.distributed.context import Context
 from distexp.runs.record_sections import Built
 from distexp.strategies.base import EvaluableModel
@@ -45,6 +45,11 @@ def check_built(built: Built, expected: Mapping[str, Any]) -> None:
     """Raise RuntimeError if what was built differs from the requested configuration."""
     check_returned(built, Built, "describe() of the distributed model")
     check_returned(expected, Mapping, "expected_build() of the strategy")
+    if unknown := sorted(expected.keys() - vars(built).keys()):
+        raise ConfigError(
+            f"expected_build() of the strategy has {', '.join(unknown)}, which record.json lacks in built: use its "
+            f"fields, such as wrapper, as in {PAGE}"
+        )
     found = ((name, getattr(built, name), value) for name, value in expected.items())
     if wrong := [f"{name} is {actual!r}, not {value!r}" for name, actual, value in found if actual != value]:
         raise RuntimeError("the model was not built as requested: " + "; ".join(wrong))

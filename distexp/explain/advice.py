@@ -6,6 +6,7 @@ The options of a strategy are its own advice. What is here holds for all of them
 import math
 from collections.abc import Callable, Iterator, Sequence
 
+from distexp.config.custom_code import check_returned
 from distexp.config.model_checks import BATCH_LIMITS, GENERATED_TRAIN_SIZES, check_samples_per_rank
 from distexp.explain.step_profile import StepProfile, fits, free_cores, had_no_core, images_fit, slow_part
 from distexp.hardware.facts import gpu_facts
@@ -61,7 +62,9 @@ class AdvisedStep(StepProfile):
 
     def advice(self, bottleneck: str) -> Alternatives:
         """Yield the advice of the strategy."""
-        return self.strategy.advice(bottleneck, self)
+        for found in self.strategy.advice(bottleneck, self):
+            check_returned(found, Advice, "advice() of the strategy")
+            yield found
 
 
 def advise(bottleneck: str, profile: StepProfile) -> list[Advice]:

@@ -195,6 +195,7 @@ class Metrics:
             ".seconds": "Duration of the search, in seconds.",
             ".stored_in": "File of the earlier search that gave the result. Null: the run searched.",
             ".skipped": "Smallest size that was not tried because it needs more memory than there is.",
+            ".complete": "Whether no time limit ended the search.",
         },
     )
     data_wait_s: float | None = key(

@@ -111,7 +111,7 @@ def range_errors(content: Any, name: str) -> Iterator[str]:
 
 
 def without_impossible(raw: dict[str, Any]) -> dict[str, Any]:
-    """Return the content of a record with null for each number outside of its range."""
+    """Return the content of a record with null for each number outside of its range, or no numbers for its list."""
     kept = raw | {section: _drop(raw.get(section), section) for section in SECTIONS}
     metrics = kept.get("metrics")
     if isinstance(metrics, dict):
@@ -127,7 +127,8 @@ def _drop(content: Any, name: str) -> Any:
     if isinstance(content, dict):
         return {key: value if key in SIGNED else _drop(value, f"{name}.{key}") for key, value in content.items()}
     if isinstance(content, list):
-        return [_drop(value, name) for value in content]
+        kept = [_drop(value, name) for value in content]
+        return kept if kept.count(None) == content.count(None) else []  # Readers format each number of a list.
     return None if isinstance(content, (int, float)) and find_problem(name, content) else content
 
 

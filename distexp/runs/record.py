@@ -67,8 +67,10 @@ class RunRecord:
         "Memory, sampled on each node; `torch` is the allocator of each rank, `parts` its tensors.",
         parts={
             ".gpu[]": "GPU memory from NVML: `node`, `index`, `peak_mib`, `average_mib`, `mode_mib`, `phases`, ...; "
-            "over the training steps alone `training_average_mib`, `training_mode_mib`.",
-            ".torch[]": "`rank`, `peak_allocated_mib`, `average_allocated_mib`, `peak_reserved_mib`, `alloc_retries`.",
+            "over the training steps alone `training_average_mib`, `training_mode_mib`. Peak, average and mode leave "
+            "out the phases `compiling` and `search`, and what follows the start of `profile`.",
+            ".torch[]": "`rank`, `peak_allocated_mib`, `average_allocated_mib`, `states_mib` (allocated before an "
+            "update), `peak_reserved_mib`, `alloc_retries`.",
             ".parts[]": "Tensors of each rank: `rank`, `parameters_mib`, `gradients_mib`, `optimizer_states_mib`, "
             "`activations_mib` (saved for the backward pass of a micro-batch), `phase` (`train`). With "
             "`train.profile_steps` on a GPU also the peaks of a step, with `phase` `forward`, `backward` and "
@@ -76,7 +78,7 @@ class RunRecord:
             "(reserved and not allocated), `context_mib` (outside of torch's allocator) and `context_source` (NVML "
             "counted this `process`, or the whole `gpu`).",
             ".cpu[]": "PSS of all processes of the run: `node`, and the keys of `gpu[]` without `index`. Peak, "
-            "average and mode leave out the phases `search`, `profile` and `done`.",
+            "average and mode leave out the phases `compiling`, `search`, `profile` and `done`.",
         },
     )
     utilization: dict[str, Any] = key(

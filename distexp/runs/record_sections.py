@@ -22,7 +22,9 @@ class RunError:
 
     type: str = field(metadata=describe("Class of the error, for example `OutOfMemoryError`."))
     message: str = field(metadata=describe("Message of the error."))
-    phase: str | None = key(None, "Phase of the error: search, setup, warmup, train, profile, eval or save.")
+    phase: str | None = key(
+        None, "Phase of the error, such as compile, preflight, search, setup, warmup, train, profile, eval or save."
+    )
     rank: int | None = key(None, "Rank of the worker that failed first.")
     errors: list[str] = key([], "All errors of an invalid run. `message` joins them.")
     log: str | None = key(
@@ -74,7 +76,7 @@ class RunInfo:
             "[].hosts": "Host names of the nodes.",
             "[].resumed_from_step": "Step of the loaded checkpoint. Null: the attempt started at step 0.",
             "[].changes": "Settings that differ from those of the loaded checkpoint, with both values.",
-            "[].reason": "Status at the end of the attempt.",
+            "[].reason": "Status at the end of the attempt, or `ended without a record`.",
         },
     )
 
@@ -104,8 +106,8 @@ class Built:
     trained_parameters: int | None = key(None, "Parameters that are trained. Null: all of them.")
     cast_from: str | None = key(None, "Types of the weights before they were cast to one, as `bfloat16+float32`.")
     tokenizer: str | None = key(None, "Tokenizer of a text model.")
-    logits: str | None = key(None, "Tokens whose logits a text model computes: `all` or `targets`.")
-    loss: str | None = key(None, "Loss of a text model: `full`, `own`, or `chunked` with the tokens of a chunk.")
+    logits: str | None = key(None, "Tokens whose logits a causal LM computes: `all` or `targets`.")
+    loss: str | None = key(None, "Loss of a causal LM: `full`, `own`, or `chunked` with the tokens of a chunk.")
     attention: str | None = key(None, "Implementation of the attention, if the model declares it.")
     dropout: float | None = key(None, "Largest dropout rate of the model. Null: it was not read.")
     compiled: str | None = key(None, "What is compiled: `blocks`, `model`, `graphs` (with CUDA graphs) or `none`.")
@@ -134,7 +136,7 @@ class Environment:
 
     python: str = field(metadata=describe("Version of Python."))
     torch: str | None = key(None, "Version of PyTorch.")
-    cuda: str | None = key(None, "Version of CUDA that PyTorch was built with.")
+    cuda: str | None = key(None, "Version of CUDA that PyTorch was built with. Null: a run on CPUs.")
     nccl: str | None = key(None, "Version of NCCL.")
     transformers: str | None = key(None, "Version of transformers.")
     deepspeed: str | None = key(None, "Version of DeepSpeed.")

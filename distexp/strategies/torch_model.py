@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel.distributed import DistributedDataParallel
 
 from distexp.config import WHOLE_MODEL, Config, ConfigError
-from distexp.config.custom_code import code_place
+from distexp.config.custom_code import check_returned, code_place
 from distexp.data.base import Batch
 from distexp.distributed.context import Context
 from distexp.distributed.process_group import broadcast_buffers, gather_to_all
@@ -250,8 +250,8 @@ class TorchModel:
 
     def describe(self) -> Built:
         """Return what was built, read from the live objects."""
-        autocast_dtype = active_autocast_dtype(self.autocast)
-        distribution = self.distribution()
+        autocast_dtype, distribution = active_autocast_dtype(self.autocast), self.distribution()
+        check_returned(distribution, Distribution, "distribution() of the strategy")
         with self._masters():
             built = describe(self.module, self.optimizer, distribution, autocast_dtype, strategy=self.strategy)
         if self.copies is not None:
@@ -378,16 +378,15 @@ def explained_model_errors(model: nn.Module, config: Config) -> Iterator[None]:
 
 _OUTSIDE_OF_FORWARD = (
     "{model} uses weights of a block outside of its forward pass{place}: it calls another method of the block, uses "
-    "a weight of another module, or changes an output in place. FSDP has freed these weights. Use fsdp.wrap=none, "
-    "which shards the model as one unit, or strategy=ddp"
+    "a weight of another module, or changes an input or output in place. FSDP has freed these weights. Use "
+    "fsdp.wrap=none, which shards the model as one unit, or strategy=ddp"
 )
 MODEL_ERRORS = {
     "Expected to have finished reduction in the prior iteration": (
         "some parameters of {model} had no gradient, because they do not contribute to the loss. DDP waits for the "
         "gradients of all: add ddp.find_unused_parameters=true"
     ),
-    "got mixed torch.Tensor and DTensor": _OUTSIDE_OF_FORWARD,
-    "out of bounds for storage of size 0": _OUTSIDE_OF_FORWARD,
+    **dict.fromkeys(("got mixed torch.Tensor", "storage of size 0", "RegisterPostBackward"), _OUTSIDE_OF_FORWARD),
     "is shared with a parameter already managed by another FSDP group": (
         "{model} uses one weight in several of its modules, which are sharded one by one: use fsdp.wrap=none and "
         "engine=native, or strategy=ddp"

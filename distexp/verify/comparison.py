@@ -227,7 +227,10 @@ class Comparison:
                 finding.names, gradients[2], gradients[0], self.reference.steps[number]["parts"], earlier
             )
             finding.detail |= {"targets": [each["targets"] for each in batches], "ranks": len(self.variant.ranks)}
-            finding.detail["has_batch_norms"] = has_batch_norms
+            finding.detail |= {
+                "has_batch_norms": has_batch_norms,
+                "has_loss": runs[0].steps[number]["loss"] is not None,
+            }
             limit = self.variant.settings.clipping
             if limit is not None and not self.variant.records_clipped:
                 found, right = (each.steps[number]["true_norm"] for each in (self.variant, self.reference))

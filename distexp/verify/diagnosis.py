@@ -188,8 +188,8 @@ class Explanation:
         if self._has("loss", first.step):
             return Cause("forward", f"{found}: the loss differs too, so the forward pass has other positions, masks, "
                          f"buffers, targets or products{amplified}")  # fmt: skip
-        probably = "" if amplified else "probably "
-        text = f"{found}: the loss is equal, so the backward or reduction is {probably}wrong{amplified}"
+        passes = "the loss is equal, so the backward" if detail.get("has_loss", True) else "the forward, backward"
+        text = f"{found}: {passes} or reduction is {'' if amplified else 'probably '}wrong{amplified}"
         return Cause("gradient_other", text)
 
     def _has(self, kind: str, step: int) -> bool:
@@ -201,7 +201,7 @@ class Explanation:
             rounded = f"the gradients of {where} differ by {first.error:.1e} from those of single, as by rounding"
             text = f"{rounded}: they are computed, added or reduced with fewer bits"
             if first.step > 1:  # Fewer bits would already change the first step.
-                text += ", or rounding changed a ReLU that is a function. Step 1 agrees, so repeat it with train.seed=7"
+                text += ", or rounding changed a ReLU that verify keeps. Step 1 agrees: use another seed (train.seed=7)"
             elif first.detail.get("has_batch_norms"):
                 text += AMPLIFIED
             return None if self._has("loss", first.step) else Cause("rounded", text)

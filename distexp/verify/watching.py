@@ -6,6 +6,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from distexp.config import ConfigError
 from distexp.runs.run_dir import PHASE_SETTINGS
@@ -48,7 +49,7 @@ class Watch:
         ]
 
     def _record_inputs(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor) and each.dim()]
+        tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor) and each.dim()]
         if module.training:
             self._batches.append({"inputs": hash_rows(tensors), "labels": [], "targets": 0})
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from distexp.config import ConfigError, custom_code
-from distexp.exceptions import MAX_CAUSES, SearchError, text_of, text_or_repr
+from distexp.exceptions import MAX_CAUSES, TRACE_VARIABLE, SearchError, text_of, text_or_repr
 from distexp.runs import attempts, texts
 from distexp.runs.events import Events, ProgressWriter
 from distexp.runs.record import RunSpec
@@ -86,9 +86,9 @@ def redirect_output(path: Path, mode: str = "w") -> None:
 
 
 def print_error(error: BaseException) -> None:
-    """Print the messages and the cause of a ConfigError, and the traceback of any other error."""
+    """Print the messages and the cause of a ConfigError, and the traceback of any other error or on request."""
     print(attempts.ERROR_HEADING, file=sys.stderr)
-    if isinstance(error, ConfigError):
+    if isinstance(error, ConfigError) and os.environ.get(TRACE_VARIABLE) != "1":
         print("\n".join(f"{type(error).__name__}: {message}" for message in error.errors), file=sys.stderr)
         if error.__cause__ is not None:
             print(*traceback.format_exception_only(error.__cause__)[-1].splitlines()[:1], file=sys.stderr)

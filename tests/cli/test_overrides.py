@@ -61,5 +61,19 @@ def test_the_printed_quotes_keep_each_value(
     assert [plain_value(found) for found in values_of(parse([typed])[0])] == values
 
 
+@pytest.mark.parametrize(
+    ("override", "value"),
+    [
+        ("trusted_packages=[päck,other]", ["päck", "other"]),
+        ("hydra.sweep.dir=runs é, 2", "runs é, 2"),  # Hydra refuses several values of such a key.
+    ],
+)
+def test_the_printed_quotes_keep_a_list_and_a_comma(override: str, value: object) -> None:
+    with pytest.raises(OverrideParseException) as caught:
+        parse([override])
+    (typed,) = shlex.split(explain(caught.value)[0].partition(" needs quotes: write ")[2])
+    assert plain_value(parse([typed])[0].value()) == value
+
+
 def test_a_path_with_an_apostrophe_is_copyable() -> None:
     assert copyable_overrides("dataset.path=Ada's/x") == "\"dataset.path='Ada\\'s/x'\""

@@ -21,6 +21,7 @@ from distexp.engines.base import check_built
 from distexp.engines.native import Native
 from distexp.models.objective import get_logits
 from distexp.runs.record_sections import Built
+from distexp.strategies.torch_model import TorchModel
 from distexp.training.build import load_data, model_factory
 from tests.helpers.runs import resolve_cell
 
@@ -103,6 +104,10 @@ def test_a_worker_names_what_is_wrong_with_a_model(name: str, expected: str) -> 
         ("load_list", ["load_list returned a list instead of a distexp.data.base.TaskData: return one"]),
         ("return_none", ["return_none returned None instead of a distexp.data.base.TaskData: return one"]),
         (
+            "load_other_targets",
+            ["whose collate counts the targets of masked_lm and not those of causal_lm, as TextCollate(..., task='ca"],
+        ),
+        (
             "load_wrong_fields",
             [
                 "load_wrong_fields returned a TaskData whose train is None without __len__ or __getitem__: correct it",
@@ -155,3 +160,10 @@ def test_a_strategy_that_describes_nothing_is_named() -> None:
         check_built(nothing, {})
     with pytest.raises(ConfigError, match=r"expected_build\(\) of the strategy returned None instead of a Mapping"):
         check_built(object.__new__(Built), nothing)
+    model: Any = SimpleNamespace(autocast=torch.autocast("cpu", enabled=False), distribution=lambda: None)
+    with pytest.raises(
+        ConfigError, match=r"distribution\(\) of the strategy returned None instead of a .*Distribution"
+    ):
+        TorchModel.describe(model)
+    with pytest.raises(ConfigError, match=r"expected_build\(\) of the strategy has wrappr, which record.json lacks in"):
+        check_built(object.__new__(Built), {"wrappr": "none"})

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from distexp.console.run_summary import most_important_first
 from distexp.console.screen import LiveRun, Screen, TrialScreen
 from distexp.console.sweep_table import RunLine
 from distexp.runs.attempts import ERROR_HEADING
@@ -226,6 +227,12 @@ def test_the_end_of_a_run_has_at_most_twelve_lines_the_most_important_first() ->
     assert "record.json has: " in shown.getvalue()
     assert "built" in shown.getvalue().split("record.json has: ")[1]
     assert lines[-1] == "tracker: offline"
+
+
+def test_what_lacks_for_a_price_is_in_a_full_panel() -> None:
+    """Other files lack the reason."""
+    lines = [(name, "") for name in ("built", "memory parts", "step time", "padding", "not measured", "runtime")]
+    assert [name for name, _ in most_important_first(lines)][:2] == ["runtime", "not measured"]
 
 
 def test_the_end_of_a_sweep_has_its_table_the_winner_and_one_command() -> None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
+from distexp.config import ConfigError
+from distexp.explain.explanation import explain
+from distexp.strategies.traits import ProfiledStep, Traits
 from tests.helpers.profiled_records import (
     COMMUNICATION_BOUND,
     COMPUTE_BOUND,
@@ -120,6 +124,21 @@ def test_a_compute_bound_run_should_use_bf16_on_gpus_that_have_it(
 ) -> None:
     device = {} if "peak" in settings else GPU
     assert explanation(profiled(COMPUTE_BOUND, **settings, **device)).alternatives == proposed
+
+
+class TextAdvice(Traits):
+    """A strategy whose advice is no Advice."""
+
+    def advice(self, bottleneck: str, step: ProfiledStep) -> Iterator[Any]:
+        """Yield only the overrides."""
+        yield "strategy.options.bucket_mb=25"
+
+
+def test_advice_of_another_class_is_named() -> None:
+    with pytest.raises(
+        ConfigError, match=r"advice\(\) of the strategy returned a str instead of a .*Advice: return one"
+    ):
+        explain(profiled(COMMUNICATION_BOUND, **GPU), TextAdvice())
 
 
 def test_no_alternative_is_proposed_twice() -> None:

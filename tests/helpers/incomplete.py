@@ -10,6 +10,7 @@ from torch import nn
 
 from distexp.config import Config
 from distexp.data.base import TaskData
+from distexp.data.text import TextCollate
 from distexp.strategies.base import Strategy
 from distexp.strategies.ddp import DDP
 
@@ -126,6 +127,11 @@ def load_numpy_classes(dataset: Any, model: Any, seed: int) -> Any:
     """Return a TaskData whose number of classes is computed from labels by NumPy."""
     number: Any = np.array([0, 6]).max() + 1
     return TaskData("causal_lm", [{}], [{}], lambda samples: samples, number)  # type: ignore[arg-type, return-value]
+
+
+def load_other_targets(dataset: Any, model: Any, seed: int) -> Any:
+    """Return a TaskData whose collate function counts the targets of another task."""
+    return TaskData("causal_lm", [{}], [{}], TextCollate(0, 8, task="masked_lm"), 3)  # type: ignore[arg-type, list-item]
 
 
 def load_wrong_fields(dataset: Any, model: Any, seed: int) -> Any:

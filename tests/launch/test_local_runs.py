@@ -8,10 +8,12 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from distexp.config import DatasetConfig
+from distexp.config import ConfigError, DatasetConfig
+from distexp.config.custom_code import PAGE
 from distexp.console.screen import LiveRun, Screen
 from distexp.data.squad_json import MAX_CHECKED_BYTES
 from distexp.exceptions import InterruptedRunError
@@ -350,6 +352,21 @@ def test_what_stops_a_run_is_the_cause_in_its_record(
     record = RunRecord.read(tmp_path / "record.json")
     assert record.error is not None
     assert (record.status, record.error.message) == (status, cause)
+
+
+def test_a_launcher_without_a_command_is_the_cause_in_the_record(tmp_path: Path) -> None:
+    spec = make_spec("strategy=single", "cluster.device=cpu", "measure.enabled=false")
+    nothing: Any = lambda config, arguments: None  # noqa: E731
+    with (
+        SharedStart() as shared_start,
+        pytest.raises(ConfigError, match=r"agent_command\(\) returned None instead of a"),
+    ):
+        run_locally(spec, tmp_path, Screen(1, tmp_path), shared_start, nothing)
+    record = RunRecord.read(tmp_path / "record.json")
+    assert record.error is not None
+    assert record.error.message.endswith(
+        f"launcher.LocalLauncher: agent_command() returned None instead of a list: return one, as in {PAGE}"
+    )
 
 
 def test_ctrl_c_while_the_record_is_written_is_not_lost() -> None:

@@ -9,10 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from distexp.config import ConfigError
 from distexp.runs.record import RunRecord
 from distexp.runs.run_dir import RECORD
+from distexp.strategies.torch_model import explained_model_errors
 from tests.helpers.odd_models import KINDS
+from tests.helpers.runs import resolve_cell
 from tests.helpers.zoo import SINGLE, STRATEGIES, outcomes, read_outcome, train_all
 
 MODEL = (
@@ -121,3 +125,10 @@ def test_the_record_has_the_cast_and_the_loss(runs: Callable[[str], Path]) -> No
         "loss": (None, "own"),
         "empty": (None, "full"),
     }
+
+
+def test_an_input_that_is_changed_in_place_is_named() -> None:
+    message_of_torch = "Output 0 of RegisterPostBackwardFunction is a view and is being modified inplace. This view"
+    model = torch.nn.Linear(1, 1)
+    with pytest.raises(ConfigError, match=OUTSIDE), explained_model_errors(model, resolve_cell("sharding=full_shard")):
+        raise RuntimeError(message_of_torch)

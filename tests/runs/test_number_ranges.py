@@ -11,7 +11,7 @@ import pytest
 
 from distexp.runs.memory_trace import COLUMNS, read_memory_trace
 from distexp.runs.metrics import Metrics
-from distexp.runs.number_ranges import find_problem, range_errors
+from distexp.runs.number_ranges import find_problem, range_errors, without_impossible
 from distexp.runs.step_files import read_step_model
 from tests.helpers.forecasts import profiled_record, write_profiled
 
@@ -36,6 +36,12 @@ def test_each_loss_may_be_negative() -> None:
     losses = [spec.name for spec in fields(Metrics) if "loss" in spec.name]
     assert "train_router_loss" in losses
     assert list(range_errors(dict.fromkeys(losses, -0.5), "metrics")) == []
+
+
+def test_a_list_of_which_a_number_is_impossible_is_empty() -> None:
+    """Tables format each number of such a list."""
+    kept = without_impossible({"metrics": {"eval_accuracies": [0.5, 1.5], "step_breakdown": [{"host_ms": -1.0}]}})
+    assert kept["metrics"] == {"eval_accuracies": [], "step_breakdown": None}
 
 
 @pytest.mark.parametrize(

@@ -381,13 +381,37 @@ def test_scripts_with_other_arithmetic_are_not_compared(tmp_path: Path) -> None:
         assert hint in reason
 
 
+@pytest.mark.parametrize("has_loss", [True, False])
+def test_no_loss_is_called_equal_that_a_script_does_not_record(has_loss: bool) -> None:
+    detail = {"scale": 1.0, "scale_residual": 1.0, "targets": [0], "zeros": 0, "are_multiples": False}
+    detail["has_loss"] = has_loss
+    finding = Finding("gradient", "script", 2, ["head.weight"], "head.weight", 1.2, 2e-5, detail)
+    assert ("the loss is equal" in diagnose([finding], 2, 1, "fp32").sentence) is has_loss
+
+
+def test_samples_in_a_dictionary_are_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Keyed(torch.nn.Linear):
+        def forward(self, batch: Any) -> torch.Tensor:
+            return super().forward(batch["features"])
+
+    monkeypatch.setenv("DISTEXP_VERIFY", str(tmp_path))
+    model = Keyed(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    recorder = verify.watch(model, optimizer)
+    model({"features": torch.randn(3, 2)}).sum().backward()
+    optimizer.step()
+    recorder.end()
+    ((batch,),) = (step["batches"] for step in json.loads((tmp_path / "seen0.json").read_text())["steps"])
+    assert len(set(batch["inputs"])) == 3
+
+
 @pytest.mark.parametrize("step", [1, 3])
 def test_gradients_that_differ_by_rounding_in_a_later_step_may_be_a_maximum(step: int) -> None:
     detail = {"scale": 1.0, "scale_residual": 1e-4, "targets": [4, 4]}
     finding = Finding("gradient", "sgd", step, ["head.weight"], "head.weight", 1e-3, 2e-5, detail)
     cause = diagnose([finding], 2, 1, "fp32")
     assert cause.id == "rounded"
-    assert ("repeat it with train.seed=7" in cause.sentence) == (step > 1)
+    assert ("use another seed (train.seed=7)" in cause.sentence) == (step > 1)
 
 
 @pytest.mark.parametrize("residual", [1e-4, 1.0])

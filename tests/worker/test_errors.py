@@ -23,9 +23,10 @@ from torch._utils import ExceptionWrapper
 from torch.distributed.checkpoint import CheckpointException
 from torch.utils.data import DataLoader
 
+from distexp.config.custom_code import shorten_errors
 from distexp.exceptions import ConfigError
 from distexp.system.files import append_line
-from distexp.worker.__main__ import describe_error, loader_error, message_of, without_tracebacks
+from distexp.worker.__main__ import describe_error, loader_error, message_of, print_error, without_tracebacks
 from tests.helpers.runs import make_spec
 
 TORCH_ERROR = RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598")
@@ -362,3 +363,15 @@ def test_a_log_on_a_full_disk_does_not_fail_a_run() -> None:
 )
 def test_a_message_has_the_cause_and_no_traceback(message: str, shown: str) -> None:
     assert without_tracebacks(message) == shown
+
+
+@pytest.mark.parametrize("value", ["0", "1"])
+def test_hydra_full_error_prints_the_traceback_of_custom_code(
+    value: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HYDRA_FULL_ERROR", value)
+    prints = pytest.raises(ConfigError, match="HYDRA_FULL_ERROR=1 prints the traceback")
+    with prints as caught, shorten_errors("my_package.Watch", "the constructor"):
+        raise ValueError("too small")
+    print_error(caught.value)
+    assert ('raise ValueError("too small")' in capsys.readouterr().err) is (value == "1")

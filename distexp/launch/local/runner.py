@@ -19,7 +19,8 @@ from typing import Any
 from hydra.core.utils import JobReturn, run_job
 from hydra.types import HydraContext
 
-from distexp.config import Config, overrides
+from distexp.config import Config, ConfigError, overrides
+from distexp.config.custom_code import check_returned, shorten_errors
 from distexp.console.screen import Screen
 from distexp.exceptions import InterruptedRunError, SweepFailedError, describe_os_error, is_closed_output
 from distexp.launch import failures, outcome, run_dirs
@@ -54,7 +55,7 @@ def run_cells(sweep: Sweep, sweep_dir: Path, shared_start: SharedStart, agent_co
     try:
         runner = CellRunner(sweep.context, screen, shared_start, agent_command)
         returns = [done for run in runs if (done := runner.run_if_free(run)) is not None]
-    except (InterruptedRunError, KeyboardInterrupt, OSError):
+    except (InterruptedRunError, KeyboardInterrupt, OSError, ConfigError):
         screen.show_interrupted()
         raise
     screen.show_comparison()
@@ -85,12 +86,12 @@ class CellRunner:
                 return self._run_job(run)
 
     def _run_job(self, run: AssignedRun) -> JobReturn:
-        failures: list[OSError] = []
+        failures: list[OSError | ConfigError] = []
 
         def task(_: Any) -> str | None:
             try:
                 return self._run(run).status
-            except OSError as error:  # Hydra would print a line about it.
+            except (OSError, ConfigError) as error:  # Hydra would print a line about it.
                 failures.append(error)
                 return None
 
@@ -157,7 +158,7 @@ def run_locally(
     failures.save_counters(directory)
     interruption: InterruptedRunError | None = None
     stopped: str | None = None
-    failure: OSError | None = None
+    failure: OSError | ConfigError | None = None
     agents: list[subprocess.Popen[bytes]] = []
     received: list[int] = []
 
@@ -183,7 +184,7 @@ def run_locally(
         except (BrokenPipeError, SystemExit) as error:
             stopped = OUTPUT_CLOSED if is_closed_output(error) else None
             raise
-        except OSError as error:
+        except (OSError, ConfigError) as error:  # The latter is that of a custom launcher.
             failure = error
             raise
         finally:
@@ -192,7 +193,8 @@ def run_locally(
                 codes = {node: _end(agent) for node, agent in enumerate(agents)}
                 codes = shared_start.true_codes(directory, codes)
                 if failure is not None and not attempts.read_rank_errors(directory):
-                    stopped = f"the command failed: {describe_os_error(failure)}"
+                    reason = describe_os_error(failure) if isinstance(failure, OSError) else failure
+                    stopped = f"the command failed: {reason}"
                 status = "killed" if failure is None else "failed"
                 record = outcome.finalize_run(spec, directory, codes, started, stopped, stopped_status=status)
     screen.show_result(record, directory, messages)
@@ -216,8 +218,17 @@ def _start_agent(
             env=os.environ,
             death_signal=signal.SIGTERM,
             inherited=[connection.fileno()],
-            command=partial(agent_command, spec.config),
+            command=partial(_checked_command, agent_command, spec.config),
         )
+
+
+def _checked_command(agent_command: AgentCommand, config: Config, arguments: Sequence[str]) -> Sequence[str]:
+    """Return the command of an agent. Raise ConfigError if a custom launcher fails, or returns no list of texts."""
+    target = config.cluster._target_
+    with shorten_errors(target, "agent_command()"):
+        found = agent_command(config, arguments)
+    check_returned(list(found) if isinstance(found, tuple) else found, list, f"{target}: agent_command()")
+    return found
 
 
 def _watch(agents: Sequence[subprocess.Popen[bytes]], refresh: Callable[[], None]) -> None:
