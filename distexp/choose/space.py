@@ -93,7 +93,8 @@ def kept_micro_batch(base: Config, gpus: Sequence[int], axes: Axes) -> int | Non
         return None
     counts = {size.workers for size in cluster_sizes(base, gpus)}
     common = gcd(*(samples // workers for workers in counts if samples % workers == 0))
-    return max(model_checks.divisors(common, base.train.micro_batch))
+    # No number of workers may divide the samples, which is an error later.
+    return max(model_checks.divisors(common, base.train.micro_batch)) if common else None
 
 
 def base_config(make: MakeCell, command: Sequence[str]) -> Config:

@@ -180,6 +180,11 @@ def test_a_model_with_batch_norms_keeps_a_micro_batch_that_all_workers_can_have(
     assert {candidate.micro_batch for candidate in found} == sizes
 
 
+def test_a_batch_of_a_model_with_batch_norms_that_no_workers_can_share_is_an_error(space_of: SpaceOf) -> None:
+    with pytest.raises(ConfigError, match="train.global_batch_size=3 is no multiple of 2 workers: use 2 or 4"):
+        space_of([*IMAGES, "train.global_batch_size=3"])
+
+
 def test_losses_of_a_model_with_batch_norms_are_compared_at_the_same_micro_batch(space_of: SpaceOf) -> None:
     more = [*IMAGES, "kernels=reference", "train.micro_batch_size=auto"]
     found = space_of(more, gpus=[1, 2], space=["strategy=single,ddp"])
