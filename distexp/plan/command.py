@@ -121,6 +121,8 @@ def _print_details(planned: PlannedCell, make: MakeCell, planner: Planner, conso
     if estimate.traced and (line := _why_line(planned.cell, estimate, config, make, planner)):
         print_plain(console, line)
     if memory_to_fit_mib(config) is None or not estimate.traced or estimate.error_bound is None:
+        if config.plan.search:
+            print_plain(console, "no search for what fits, because there is no verdict")
         return
     if verdict_of(estimate, memory_to_fit_mib(config)) == FITS and not config.plan.search:
         print_plain(console, "for the largest micro-batch that fits, add plan.search=true")
