@@ -24,6 +24,7 @@ from distexp.config.overrides import (
     key_of,
     parse,
     quote_choice,
+    quote_for_hydra,
     shell_quote,
     value_of,
 )
@@ -103,8 +104,8 @@ def _split_config_dir(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 def _read_arguments(arguments: Sequence[str]) -> tuple[ProfiledRun, list[str]]:
     """Return the profiled run and the overrides. Raise ConfigError if there are several directories, or no such run."""
-    overrides = [text for text in arguments if is_override(text)]
-    directories = [text for text in arguments if not is_override(text)]
+    overrides = [text for text in arguments if is_override(text) and not Path(text).is_dir()]
+    directories = [text for text in arguments if text not in overrides]
     if options := [text for text in directories if text.startswith("-")]:
         hint = "lists need no --multirun" if "--multirun" in options else "distexp forecast --help lists the options"
         raise ConfigError(f"{' '.join(options)} is not an option of forecast: leave it out; {hint}")
@@ -149,10 +150,18 @@ def forecast_arguments(
     kept = [text for text in stored if key_of(text) not in replaced and _section(text) not in NOT_REPEATED]
     for position, text in enumerate(added):
         if key_of(text) == "forecast.preflight" and (value := value_of(text)) != "null":
-            added[position] = f'forecast.preflight="{Path(value).absolute()}"'  # The run may be of another folder.
+            # The run may be of another folder.
+            added[position] = f"forecast.preflight={quote_for_hydra(str(Path(value).absolute()))}"
     cells = json.dumps([as_cell(size) for size in choose_sizes(run, typed)], separators=(",", ":"))
     output = ["plan.output=json", "forecast.output=json"] if as_json else []
-    return [*kept, *fixed, *added, *output, f"sweep.cells={cells}", f'forecast.run="{run.directory}"']
+    return [
+        *kept,
+        *fixed,
+        *added,
+        *output,
+        f"sweep.cells={cells}",
+        f"forecast.run={quote_for_hydra(str(run.directory))}",
+    ]
 
 
 def _errors(run: ProfiledRun, typed: Sequence[str], folders: Sequence[str]) -> Iterator[str]:

@@ -127,7 +127,15 @@ def test_the_memory_of_the_gpu_is_that_of_the_profiled_run_if_it_is_needed(
 def test_the_path_of_a_preflight_may_have_quotes(quote: str, tmp_path: Path) -> None:
     run = read_profiled_run(write_profiled(tmp_path / "run", profiled_record()) / "0")
     found = arguments.forecast_arguments(run, [f"forecast.preflight={quote}/tmp/a b{quote}"], as_json=False)
-    assert 'forecast.preflight="/tmp/a b"' in found
+    assert "forecast.preflight='/tmp/a b'" in found
+
+
+def test_the_folder_of_a_run_may_have_the_name_of_an_override(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sweep = write_profiled(tmp_path / 'lr=0.1 "it\'s"', profiled_record())
+    assert main([str(sweep), "cluster.nodes=1", "forecast.memory=off", "--json"]) == 0
+    assert len(json.loads(capsys.readouterr().out)) == 1
 
 
 def test_the_answer_comes_first_and_each_size_has_a_row(
