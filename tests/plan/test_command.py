@@ -98,6 +98,8 @@ def test_a_requested_search_without_a_verdict_is_not_left_out_silently(capsys: p
             run_plan(found, make, FormulaPlanner(lambda config: unknown))
         text = capsys.readouterr().out
         assert ("no search for what fits, because there is no verdict\n" in text) is (search == "true")
+    text = printed(capsys, ("plan.gpu=a100-80gb", "plan.search=true"), ("strategy=ddp",), ("strategy=fsdp",))
+    assert "no search for what fits, because there are several configurations\n" in text
 
 
 def test_too_large_configuration_shows_what_makes_it_fit(capsys: pytest.CaptureFixture[str]) -> None:
