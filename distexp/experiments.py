@@ -57,12 +57,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         raise ConfigError(f"{folder} is no folder: give an existing one to --config-dir")
     shipped = options_of("experiment")
     names = sorted({*shipped, *(options_of("experiment", folder) if folder else ())})
-    wanted = [each for pattern in patterns or "*" for each in (pattern, f"{pattern.rstrip('/')}/*")]  # also a folder
-    chosen = [name for name in names if any(fnmatch(name, pattern) for pattern in wanted)]
-    if not chosen:
-        near = suggest(patterns[0], names) or ": distexp experiments lists them"
-        print_error(f"no preset matches {' '.join(patterns)}{near}")
+    found = {pattern: [name for name in names if _matches(name, pattern)] for pattern in patterns or "*"}
+    if unmatched := [pattern for pattern, matching in found.items() if not matching]:
+        near = suggest(unmatched[0], names) or ": distexp experiments lists them"
+        print_error(f"no preset matches {' '.join(unmatched)}{near}")
         return 2
+    chosen = sorted({name for matching in found.values() for name in matching})
     if overrides:
         overrides += [f"--config-dir={folder}"] if folder else []
         if code := _check(chosen[0], overrides):
@@ -76,6 +76,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for line in (f"experiment={name}", *lines):
             print_text(line)
     return 0
+
+
+def _matches(name: str, pattern: str) -> bool:
+    """Return whether a preset has a name, or is in a folder, that matches a pattern."""
+    return any(fnmatch(name, each) for each in (pattern, f"{pattern.rstrip('/')}/*"))
 
 
 def _check(name: str, overrides: Sequence[str]) -> int:

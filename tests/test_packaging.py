@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -108,3 +109,11 @@ def test_an_installed_wheel_runs_anywhere(installed: Path, tmp_path: Path) -> No
     record = RunRecord.read(path)
     assert (record.status, record.metrics.total_steps) == ("completed", 2)
     assert str(REPOSITORY) not in (path.parent / ".hydra" / "hydra.yaml").read_text()
+
+
+def test_no_text_installs_the_other_project_that_pypi_has_under_this_name() -> None:
+    """An extra, as in ``pip install 'distexp[adapters]'``, is that of the installed distexp."""
+    folders = [REPOSITORY / name for name in ("docs", "examples", "conf", "distexp")]
+    texts = [path for folder in folders for path in folder.rglob("*") if path.suffix in (".md", ".yml", ".yaml", ".py")]
+    plain = re.compile(r"""pip install (-U )?['"]?distexp(?![\w\[-])""")
+    assert [str(path) for path in (REPOSITORY / "README.md", *texts) if plain.search(path.read_text())] == []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 
@@ -58,12 +58,31 @@ def read_axes(space: Sequence[str], command: Sequence[str]) -> Axes:
     implied = tuple(name for axis, name in STRATEGY_OF.items() if axis in chosen)
     if implied and STRATEGY not in chosen and STRATEGY in varied:
         varied[STRATEGY] = implied
+    _check_strategies(named, varied.get(STRATEGY))
     is_named = is_searched or MICRO_BATCH in named
     micro_batches: tuple[int, ...] | None = None if is_named or not only_named else ()
     if MICRO_BATCH in chosen:
         micro_batches = tuple(map(int, chosen[MICRO_BATCH]))
     further = {key: values for key, values in named.items() if key not in AXES and values}
     return Axes(varied, micro_batches, further, is_named)
+
+
+def _check_strategies(keys: Iterable[str], tried: Sequence[str] | None) -> None:
+    """Raise a ConfigError for keys of strategies that are not tried. None: only the strategy of the command is tried.
+
+    That strategy refuses the keys of other sections when its candidates are composed.
+    """
+    owners = {kind.section: name for name, kind in shipped_strategies().items() if kind.section}
+    if tried is None:
+        tried, owners = (), {}
+    found = [(key, STRATEGY_OF.get(key, owners.get(key.partition(".")[0]))) for key in keys]
+    if errors := [
+        f"choose.space: {key} has no effect, because strategy={owner} is not tried: leave it out, or add "
+        f"strategy={owner} to choose.space"
+        for key, owner in found
+        if owner is not None and owner not in tried
+    ]:
+        raise ConfigError(errors)
 
 
 def _read_entries(space: Sequence[str]) -> list[SpaceEntry]:

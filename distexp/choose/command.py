@@ -21,7 +21,7 @@ from distexp.choose.search import describe_no_winner, first_trials, search
 from distexp.choose.trials import EXCLUDED_STEPS, SearchState, Trials, add_trial
 from distexp.compose.composition import Cell, MakeCell
 from distexp.config import ConfigError
-from distexp.config.overrides import format_count, suggest_command
+from distexp.config.overrides import format_count, key_of, suggest_command
 from distexp.console.screen import RunConsole
 from distexp.exceptions import InterruptedRunError, MonitoringInterrupted, SweepFailedError, SweepInterrupted
 from distexp.launch.launcher import TrialLauncher
@@ -112,7 +112,9 @@ def _find_sharing(
     """
     section, command = settings.section, settings.command
     base = space.base_config(make, command)
-    if base.cluster.device != "cuda" or any("parallel." in text for text in (*command, *section.space)):
+    if base.cluster.device != "cuda" or any(
+        key_of(text).startswith("parallel.") for text in (*command, *section.space)
+    ):
         return []
     degree, found = 2, list[Candidate]()
     sizes = {size.workers_per_node for size in axes.cluster_sizes(base, section.gpus)}

@@ -93,7 +93,8 @@ def kept_micro_batch(base: Config, gpus: Sequence[int], axes: Axes) -> int | Non
         return None
     counts = {size.workers for size in cluster_sizes(base, gpus)}
     common = gcd(*(samples // workers for workers in counts if samples % workers == 0))
-    return max(model_checks.divisors(common, base.train.micro_batch))
+    # No number of workers may divide the samples, which is an error later.
+    return max(model_checks.divisors(common, base.train.micro_batch)) if common else None
 
 
 def base_config(make: MakeCell, command: Sequence[str]) -> Config:
@@ -270,7 +271,11 @@ def _unmeasured_on_cpus(section: ChooseConfig, config: Config) -> str:
 
 
 def _with_fixed_batch(section: ChooseConfig, command: list[str], config: Config) -> Settings:
-    notes = []
+    notes, batch = [], config.train.global_batch_size
+    if sets_key(command, ACCUMULATION) and batch is not None:
+        raise ConfigError(
+            f"{ACCUMULATION} has no effect: {BATCH}={batch} and each micro-batch set the accumulation: leave it out"
+        )
     if not sets_key(command, BATCH) and config.train.global_batch_size is None:
         train = config.train
         if isinstance(train.micro_batch_size, str):  # The workers would search it.
@@ -281,8 +286,8 @@ def _with_fixed_batch(section: ChooseConfig, command: list[str], config: Config)
     if config.scale.name != "full":
         # Limits of a scale would give candidates with other micro-batches another global batch.
         command = [text for text in command if not any(sets_key([text], key) for key in model_checks.BATCH_LIMITS)]
-        batch = [] if sets_key(command, BATCH) else [f"{BATCH}={config.train.global_batch_size}"]
-        command += [*batch, *(f"{key}=null" for key in model_checks.BATCH_LIMITS)]
+        kept = [] if sets_key(command, BATCH) else [f"{BATCH}={batch}"]
+        command += [*kept, *(f"{key}=null" for key in model_checks.BATCH_LIMITS)]
     return Settings(section, command, notes)
 
 

@@ -295,11 +295,7 @@ RULES = {
     ),
     "distexp choose": (
         Rule(MODE, "in distexp choose, which always predicts"),
-        Rule(
-            SEARCH,
-            "in distexp choose, which tries its candidates",
-            f"set choose.budget_min to limit the trials, or {LEAVE_OUT}",
-        ),
+        Rule(SEARCH, "in distexp choose, which tries its candidates", f"set choose.budget_min, or {LEAVE_OUT}"),
     ),
     "distexp forecast": (Rule((*MODE, *SEARCH), "in distexp forecast, which starts no run"),),
     "forecast.memory=cached": (
@@ -332,6 +328,8 @@ DEVICE_RULES = {
 }
 """Rules by device, in any situation."""
 
+LARGEST = Rule(("search",), "outside of distexp plan")
+
 
 def ignored_plan_keys(cells: Iterable[tuple[Sequence[str], Config | None]]) -> list[str]:
     """Return an error for each override of ``plan`` without an effect in any valid cell, unless it is the default."""
@@ -361,7 +359,8 @@ def _broken_rule(text: str, config: Config) -> Rule | None:
     name = name or "name"
     if section != "plan" or plain_value(override.value()) == vars(PlanConfig()).get(name):
         return None
-    rules = (*RULES[_situation(config)], DEVICE_RULES[config.cluster.device])
+    others = (LARGEST,) if config.command != Command.PLAN else ()
+    rules = (*RULES[_situation(config)], DEVICE_RULES[config.cluster.device], *others)
     return next((rule for rule in rules if name in rule.keys), None)
 
 

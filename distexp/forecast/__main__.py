@@ -106,8 +106,8 @@ def _split_config_dir(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 def _read_arguments(arguments: Sequence[str]) -> tuple[ProfiledRun, list[str]]:
     """Return the profiled run and the overrides. Raise ConfigError if there are several directories, or no such run."""
-    overrides = [text for text in arguments if is_override(text)]
-    directories = [text for text in arguments if not is_override(text)]
+    overrides = [text for text in arguments if is_override(text) and not Path(text).is_dir()]
+    directories = [text for text in arguments if text not in overrides]
     if options := [text for text in directories if text.startswith("-")]:
         hint = "lists need no --multirun" if "--multirun" in options else "distexp forecast --help lists the options"
         raise ConfigError(f"{' '.join(options)} is not an option of forecast: leave it out; {hint}")
@@ -196,10 +196,23 @@ def _errors(run: ProfiledRun, typed: Sequence[str], folders: Sequence[str]) -> I
             f"{text} changes what a worker computes, but the forecast is from the profile of {run.directory}: "
             f"leave it out{instead}"
         )
+    yield from _unused_accumulation(run, typed)
     for override in () if others else parse(typed):
         if override.is_sweep_override() and override.get_key_element().lstrip("+") not in SIZE_KEYS:
             only = f"but only {' and '.join(SIZE_KEYS)} can: set one value"
             yield f"{override.input_line} has several values, {only}"
+
+
+ACCUMULATION, BATCH = "train.gradient_accumulation_steps", "train.global_batch_size"
+
+
+def _unused_accumulation(run: ProfiledRun, typed: Sequence[str]) -> Iterator[str]:
+    """Yield an error for an accumulation next to a global batch, typed or of the run, which sets the accumulation."""
+    values = {key_of(text): value_of(text) for text in typed}
+    batch = values.get(BATCH, str(run.setting(*BATCH.split(".")) or "null"))
+    if ACCUMULATION in values and batch != "null":
+        instead = "leave one of the two out" if BATCH in values else f"leave it out, or add {BATCH}=null"
+        yield f"{ACCUMULATION}={values[ACCUMULATION]} has no effect: {BATCH}={batch} sets the accumulation: {instead}"
 
 
 def _is_lost(override: str) -> bool:

@@ -18,7 +18,7 @@ from distexp.plan import verdict
 from distexp.plan.command import SLOW_S, show_predictions, show_search
 from distexp.plan.estimate import Estimate
 from distexp.plan.fitting_change import candidate_overrides
-from distexp.plan.plan_table import search_of
+from distexp.plan.plan_table import replaced_overrides, search_of
 from distexp.plan.planner import Planner, parallel_processes, read_estimate
 from distexp.runs.record import RunSpec, config_dir_options
 from distexp.runs.record_sections import Predicted
@@ -143,7 +143,9 @@ def _hint(cell: Cell, make: MakeCell, planner: Planner, start: float) -> str:
         )
     if best is None:
         return larger
-    return f"use {' '.join(best.overrides)} (needs {format_memory(best.estimate.required_mib or 0.0)})"
+    replaced = " ".join(replaced_overrides(cell.overrides, [best]))
+    change = " ".join(best.overrides) + (f" in place of {replaced}" if replaced else "")
+    return f"use {change} (needs {format_memory(best.estimate.required_mib or 0.0)})"
 
 
 def predict_before_start(cells: Sequence[Cell], make: MakeCell) -> None:

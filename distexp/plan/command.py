@@ -79,6 +79,8 @@ def _print_tables(planned: Sequence[PlannedCell], make: MakeCell, planner: Plann
     notes = plan_table.sample_notes, plan_table.sharding_notes, _assumptions, plan_table.notes
     for line in dict.fromkeys(line for lines_of in notes for line in lines_of(planned)):
         console.print(line, style="dim", highlight=False, markup=False, emoji=False, soft_wrap=True)
+    if len(planned) > 1 and planned[0].cell.composed.plan.search:
+        print_plain(console, "no search for what fits, because there are several configurations")
     if len(planned) == 1:
         _print_details(planned[0], make, planner, console)
 
@@ -121,6 +123,8 @@ def _print_details(planned: PlannedCell, make: MakeCell, planner: Planner, conso
     if estimate.traced and (line := _why_line(planned.cell, estimate, config, make, planner)):
         print_plain(console, line)
     if memory_to_fit_mib(config) is None or not estimate.traced or estimate.error_bound is None:
+        if config.plan.search:
+            print_plain(console, "no search for what fits, because there is no verdict")
         return
     if verdict_of(estimate, memory_to_fit_mib(config)) == FITS and not config.plan.search:
         print_plain(console, "for the largest micro-batch that fits, add plan.search=true")

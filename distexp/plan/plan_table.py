@@ -313,16 +313,21 @@ def replace_overrides(overrides: Sequence[str], new: Sequence[str]) -> list[str]
     return [*(text for text in overrides if key_of(text) not in replaced), *new]
 
 
-def change_notes(overrides: Sequence[str], changes: Sequence[ConfigChange], config: Config) -> Iterator[str]:
-    """Yield what a user must know to type the changes of a cell with some overrides."""
+def replaced_overrides(overrides: Sequence[str], changes: Sequence[ConfigChange]) -> list[str]:
+    """Return those of the overrides of a cell that contradict some changes, without those of the same keys."""
     keys = [{key_of(text) for text in change.overrides} for change in changes]
     after = [[format_override(text) for text in replace_overrides(overrides, change.overrides)] for change in changes]
-    removed = [
+    return [
         text
         for text in map(format_override, overrides)
         if any(key_of(text) not in new and text not in left for new, left in zip(keys, after, strict=True))
     ]
-    if removed:
+
+
+def change_notes(overrides: Sequence[str], changes: Sequence[ConfigChange], config: Config) -> Iterator[str]:
+    """Yield what a user must know to type the changes of a cell with some overrides."""
+    if removed := replaced_overrides(overrides, changes):
         yield f"Some changes replace {' '.join(removed)}: remove that from the command."
-    if model_checks.depends_on_micro_batch(config) and any(MICRO_BATCH in new for new in keys):
+    changes_size = any(key_of(text) == MICRO_BATCH for change in changes for text in change.overrides)
+    if model_checks.depends_on_micro_batch(config) and changes_size:
         yield "A batch norm or a router loss uses statistics of a micro-batch, so another size is another training."

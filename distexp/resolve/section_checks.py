@@ -191,7 +191,7 @@ def check_plan(config: Config) -> Iterator[str]:
     plan = config.plan
     if model_checks.searches_micro_batch(config) and (config.is_prediction or plan.name == "check"):
         hint = (
-            "type train.micro_batch_size=1, and the output has the largest size that fits"
+            "type train.micro_batch_size=1 plan.search=true, and the output has the largest size that fits"
             if config.is_prediction
             else "type a number, or leave plan=check out, because the search finds a size that fits"
         )

@@ -401,6 +401,8 @@ def test_degrees_are_tried_by_default_if_nothing_fits_without_offloading(
         return replace(linear_estimate(config), step_mib=8_000.0 if fits else 80_000.0)
 
     options = ("cluster.workers_per_node=4", "cluster.device=cuda", "plan.gpu_memory_gb=20", "choose.dry_run=true")
+    # A value is no key of ``parallel``.
+    options += ("+cluster.environment.NOTE=parallel.first",)
     training = ("model=gpt_tiny", "dataset=synthetic", "train.micro_batch_size=1", "choose.output=json")
     space = 'choose.space=["strategy=fsdp","sharding=full_shard","kernels=reference"]'
     planner = FormulaPlanner(estimate)

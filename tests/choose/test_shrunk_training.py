@@ -13,6 +13,7 @@ from distexp.choose.axes import read_axes
 from distexp.choose.candidate import Candidate
 from distexp.choose.result_texts import command_line
 from distexp.choose.space import make_space, read_settings
+from distexp.config import ConfigError
 from tests.helpers.planning import composed
 
 
@@ -26,6 +27,14 @@ def test_a_shrunk_training_has_the_same_global_batch_in_all_candidates(batch: li
     configs = [candidate.config for candidate in found if candidate.config is not None]
     assert {config.train.micro_batch_size for config in configs} >= {1, 2, 4}
     assert {config.train.global_batch_size for config in configs} == {16 if batch else 8}
+
+
+def test_an_accumulation_that_the_global_batch_replaces_is_refused() -> None:
+    """The printed command of the winner had both, so the training was refused."""
+    master = OmegaConf.create({"hydra": {"sweep": {"subdir": "0"}}})
+    typed = ("command=choose", "train.global_batch_size=16", "train.gradient_accumulation_steps=2")
+    with composed(typed) as (cells, _), pytest.raises(ConfigError, match="=16 and each micro-batch set the accumul"):
+        read_settings(cells, master)
 
 
 def test_the_command_of_a_winner_has_the_folder_of_custom_options() -> None:

@@ -86,18 +86,10 @@ def test_a_key_alone_varies_only_that_axis(space_of: SpaceOf) -> None:
 
 
 def test_a_key_of_a_strategy_is_for_its_candidates(space_of: SpaceOf) -> None:
-    found = space_of(
-        [], space=["strategy=ddp", "kernels=reference", "ddp.bucket_cap_mb=5,25", "train.micro_batch_size=1"]
-    )
-    assert len(found) == 4
-    fixed = [
-        "strategy=fsdp",
-        "kernels=reference",
-        "ddp.bucket_cap_mb=5,25",
-        "train.micro_batch_size=1",
-        "offload=false",
-    ]
-    assert not any("bucket" in label for label in labels(space_of([], space=[*fixed, "sharding=full_shard"])))
+    fixed = ["kernels=reference", "ddp.bucket_cap_mb=5,25", "train.micro_batch_size=1", "offload=false"]
+    found = labels(space_of([], space=["strategy=ddp,fsdp", "sharding=full_shard", *fixed]))
+    assert len([label for label in found if "strategy=ddp" in label and "bucket" in label]) == 4
+    assert len([label for label in found if "sharding=full_shard" in label and "bucket" not in label]) == 2
 
 
 @pytest.mark.parametrize(
@@ -161,6 +153,25 @@ def test_degrees_vary_with_their_own_micro_batches_and_reasons(space_of: SpaceOf
     assert any(reason.startswith("parallel.tensor=2 parallel.pipeline=2 have groups of") for reason in reasons)
 
 
+@pytest.mark.parametrize(
+    ("command", "space", "unused"),
+    [
+        (["strategy=ddp"], ["sharding=full_shard,shard_grad_op"], "sharding"),
+        (["strategy=ddp"], ["strategy=ddp", "fsdp.backward_prefetch=1,2"], "fsdp.backward_prefetch"),
+        ([], ["sharding", "train.micro_batch_size"], "sharding"),
+        ([], ["strategy=fsdp", "sharding", "train.micro_batch_size"], ""),
+        ([], ["fsdp.backward_prefetch=1,2", "train.micro_batch_size"], ""),  # for the strategy of the command
+        (["strategy=ddp"], ["strategy=fsdp", "sharding=full_shard"], ""),
+    ],
+)
+def test_a_key_of_a_strategy_that_is_not_tried_is_refused(command: list[str], space: list[str], unused: str) -> None:
+    if not unused:
+        assert read_axes(space, command)
+        return
+    with pytest.raises(ConfigError, match=f"choose.space: {unused} has no effect, because strategy=fsdp is not tried"):
+        read_axes(space, command)
+
+
 IMAGES = ("model=resnet_tiny", "dataset=tinyimagenet_sample")
 
 
@@ -178,6 +189,11 @@ def test_a_model_with_batch_norms_keeps_a_micro_batch_that_all_workers_can_have(
 ) -> None:
     found = space_of([*IMAGES, *more], gpus=[1, 2], space=[*space, "offload=false"])
     assert {candidate.micro_batch for candidate in found} == sizes
+
+
+def test_a_batch_of_a_model_with_batch_norms_that_no_workers_can_share_is_an_error(space_of: SpaceOf) -> None:
+    with pytest.raises(ConfigError, match=r"train.global_batch_size=3 is no multiple of 2 workers: use 2 or 4"):
+        space_of([*IMAGES, "train.global_batch_size=3"])
 
 
 def test_losses_of_a_model_with_batch_norms_are_compared_at_the_same_micro_batch(space_of: SpaceOf) -> None:

@@ -294,6 +294,13 @@ def test_experiments_lists_presets_with_their_first_sentence(tmp_path: Path) -> 
     assert set(re.findall(r"experiment=(\w+)/", folder.stdout)) == {"fsdp"}
 
 
+def test_each_pattern_of_experiments_must_match(capsys: pytest.CaptureFixture[str]) -> None:
+    assert experiments.main(["fsdp", "memroy"]) == 2
+    assert capsys.readouterr() == ("", "distexp: no preset matches memroy: distexp experiments lists them\n")
+    assert experiments.main(["time", "memory/*"]) == 0
+    assert set(re.findall(r"experiment=(\w+)/", capsys.readouterr().out)) == {"time", "memory"}
+
+
 def test_experiments_lists_and_runs_presets_of_a_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

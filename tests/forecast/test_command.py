@@ -142,6 +142,14 @@ def test_a_run_with_any_path_in_a_folder_of_any_name_is_forecast(value: str, tmp
     assert values["forecast.run"] == str(run.directory)
 
 
+def test_the_folder_of_a_run_may_have_the_name_of_an_override(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sweep = write_profiled(tmp_path / 'lr=0.1 "it\'s"', profiled_record())
+    assert main([str(sweep), "cluster.nodes=1", "forecast.memory=off", "--json"]) == 0
+    assert len(json.loads(capsys.readouterr().out)) == 1
+
+
 def test_the_answer_comes_first_and_each_size_has_a_row(
     sweep: Path, cells: Sequence[Cell], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -236,6 +244,10 @@ def test_a_size_with_other_layers_is_not_forecast(
         (("cluster.device=cuda",), "cluster.device=cuda changes what a worker computes"),
         (("scaling=fixed,weak_data",), "scaling=fixed,weak_data has several values"),
         (("hydra.run.dir=x",), "hydra.run.dir=x has no effect, because a forecast makes no directory: leave it out"),
+        (
+            ("train.gradient_accumulation_steps=2", "train.global_batch_size=64"),
+            "steps=2 has no effect: train.global_batch_size=64 sets the accumulation: leave one of the two out",
+        ),
         (("--multirun",), "--multirun is not an option of forecast"),
         (("another",), "2 directories"),
     ],
@@ -248,6 +260,19 @@ def test_errors_have_value_limit_and_hint(
     assert message in printed.err
     assert "Traceback" not in printed.err
     assert printed.out == ""
+
+
+def test_the_accumulation_of_a_run_with_a_global_batch_needs_another_key(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sweep = write_profiled(tmp_path, profiled_record(0, "train.global_batch_size=32", train__global_batch_size=32))
+    typed = (str(sweep), "cluster.nodes=1", "forecast.memory=off", "train.gradient_accumulation_steps=4", "--json")
+    assert main(typed) == 2
+    message = "train.global_batch_size=32 sets the accumulation: leave it out, or add train.global_batch_size=null\n"
+    assert message in capsys.readouterr().err
+    assert main([*typed, "train.global_batch_size=null"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)
+    assert row["micro_batches"] == 4
 
 
 def test_runs_that_cannot_be_forecast_are_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -72,6 +72,14 @@ def test_single_run_that_cannot_fit_is_an_error() -> None:
         predict_runs(cells, make, FormulaPlanner())
 
 
+def test_a_change_names_what_it_replaces_in_the_command() -> None:
+    shared = ["cluster=slurm", "cluster.workers_per_node=8", "strategy=ddp", "dataset=squad", "plan=check"]
+    shared += ["train.micro_batch_size=1", "plan.gpu_memory_gb=3"]
+    replaces = r"use sharding=full_shard in place of strategy=ddp \(needs 2\.0 GiB\), or run it anyway"
+    with composed(shared) as (cells, make), pytest.raises(ConfigError, match=replaces):
+        predict_runs(cells, make, FormulaPlanner())
+
+
 def test_model_states_that_exceed_the_memory_are_enough(capsys: pytest.CaptureFixture[str]) -> None:
     planner = FormulaPlanner(lambda config: Estimate(parts={"parameters": 90_000.0}))
     shared = [*SLURM, "plan=check", "plan.gpu=a100-80gb"]

@@ -11,6 +11,7 @@ CPU = "cluster.device=cpu"
 
 USED = (
     ("command=plan", "plan.timeout_s=5", "plan.host_memory_gb=4"),
+    ("command=plan", "plan.search=true"),
     ("command=plan", "plan=warn", "plan.search_timeout_s=30"),  # the defaults
     ("command=choose", "plan.timeout_s=5", "plan.host_memory_gb=4"),
     ("command=forecast", "plan.timeout_s=5"),
@@ -25,7 +26,9 @@ IGNORED = {
     ("command=forecast", "plan=off"): "in distexp forecast, which starts no run: leave it out",
     ("command=forecast", "forecast.memory='off'", "plan.timeout_s=5"): ("with forecast.memory=off: leave it out"),
     ("command=choose", "plan=off"): "in distexp choose, which always predicts: leave it out",
-    ("command=choose", "plan.search_timeout_s=5"): "set choose.budget_min to limit the trials, or leave it out",
+    ("command=choose", "plan.search_timeout_s=5"): "set choose.budget_min, or leave it out",
+    ("command=choose", "plan.search=true"): "outside of distexp plan: leave it out",
+    ("plan=check", "plan.search=true"): "outside of distexp plan: leave it out",
     ("command=preflight", "plan=check"): "in distexp preflight, which trains nothing: leave it out",
     ("plan=off", "plan.host_memory_gb=4"): "with plan=off: use plan=warn or plan=check, or leave it out",
     ("plan=off", "plan.timeout_s=5"): "with plan=off: use plan=check, or leave it out",

@@ -91,6 +91,17 @@ def test_the_largest_avoidable_part_and_what_avoids_it_are_named(capsys: pytest.
     assert " are " not in text.split("part ")[1], "no change needs less"
 
 
+def test_a_requested_search_without_a_verdict_is_not_left_out_silently(capsys: pytest.CaptureFixture[str]) -> None:
+    unknown = Estimate(peak_allocated_mib=12.34, step_mib=40.0, error_bound=None)
+    for search in ("true", "false"):
+        with composed([*PLAN, "strategy=single", "plan.gpu=a100-80gb", f"plan.search={search}"]) as (found, make):
+            run_plan(found, make, FormulaPlanner(lambda config: unknown))
+        text = capsys.readouterr().out
+        assert ("no search for what fits, because there is no verdict\n" in text) is (search == "true")
+    text = printed(capsys, ("plan.gpu=a100-80gb", "plan.search=true"), ("strategy=ddp",), ("strategy=fsdp",))
+    assert "no search for what fits, because there are several configurations\n" in text
+
+
 def test_too_large_configuration_shows_what_makes_it_fit(capsys: pytest.CaptureFixture[str]) -> None:
     text = printed(capsys, ("strategy=single", "train.micro_batch_size=100", "plan.gpu_memory_gb=80"))
     assert "does not fit by 22.1 GiB" in text
@@ -548,6 +559,11 @@ def test_two_changes_at_the_same_micro_batch_may_fit(capsys: pytest.CaptureFixtu
 )
 def test_change_replaces_a_key_that_was_typed(typed: str, change: str) -> None:
     assert replace_overrides(["model=gpt", typed], [change]) == ["model=gpt", change]
+
+
+def test_a_prediction_of_a_searched_micro_batch_has_the_command_that_shows_the_largest_one() -> None:
+    with pytest.raises(ConfigError, match=r"type train.micro_batch_size=1 plan.search=true, and the output has the"):
+        resolve_cell("command=plan", "train.micro_batch_size=auto", "train.global_batch_size=8", "strategy=single")
 
 
 def test_plans_are_for_gpus_that_this_machine_lacks() -> None:

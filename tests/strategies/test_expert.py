@@ -235,7 +235,7 @@ INSTEAD, BATCH = "parallel.expert=1", "train.global_batch_size=16"
         (("strategy=deepspeed",), "strategy=deepspeed: choose strategy=fsdp or strategy=ddp", ("strategy=ddp",)),
         (("cluster.workers_per_node=3",), "divide the 3 workers", ("cluster.workers_per_node=2",)),
         (("cluster.nodes=3", "cluster.workers_per_node=1"), "=2, or", ("cluster.workers_per_node=2",)),
-        (("parallel.expert=3", "cluster.workers_per_node=3"), "=4 of the model: use", (INSTEAD,)),
+        (("parallel.expert=3", "cluster.workers_per_node=3"), "=4 of the model: use parallel.expert=1", (INSTEAD,)),
         (
             (TENSOR, "++model.options.output_router_logits=true"),
             "with parallel.tensor=2 does not support model.options.output_router_logits=true: use",

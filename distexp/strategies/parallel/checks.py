@@ -178,7 +178,7 @@ def _mixture_errors(config: Config, typed: str, alone: str) -> Iterator[str]:
         return
     for name in ("num_local_experts", "num_experts", "n_routed_experts"):
         if isinstance(size := found.get(name), int) and size % degree:
-            fitting = max(number for number in range(1, degree) if size % number == 0)
+            fitting = max(n for n in range(1, degree) if size % n == config.cluster.world_size % n == 0)
             yield f"{typed} must divide {name}={size} of the model: use {EXPERT}={fitting}"
 
 
