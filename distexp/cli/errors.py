@@ -209,7 +209,10 @@ def _explain_syntax(override: str, reason: str) -> str:
 
 
 def _quote_values(value: str) -> str | None:
-    """Return a value, or each of a sweep, in the quotes that it needs; None if quotes are not what is missing."""
+    """Return a value, or each of a sweep or list, in the quotes that it needs; None if these are not what is missing."""
+    if listed := re.fullmatch(r"\[([^][{}'\"]*)\]", value):  # A shell drops the quotes in key=['--option=value'].
+        entries = _quote_values(listed[1])
+        return entries and f"[{entries}]"
     start, values, end = FUNCTION.fullmatch(value).groups("")  # type: ignore[union-attr]
     # Hydra drops the spaces around a value without quotes.
     parts = [values] if os.path.exists(values) else [part.strip() for part in values.split(",")]

@@ -53,7 +53,7 @@ class ClusterConfig:
     reservation: str | None = key(None, "Reservation.", slurm_only=True)
     exclusive: bool = key(False, "Allocate whole nodes.", slurm_only=True)
     sbatch: dict[str, Any] = key({}, "More options of sbatch, as `{mail-type: END}`.", slurm_only=True)
-    srun: list[str] = key([], "More options of srun, as `[--cpu-bind=none]`.", slurm_only=True)
+    srun: list[str] = key([], "More options of srun, as `['--cpu-bind=none']`.", slurm_only=True)
     signal_delay_s: int = key(
         120, "Time before the time limit at which a run is asked to stop.", unit="seconds", at_least=0
     )
