@@ -55,9 +55,12 @@ class ClusterConfig:
     sbatch: dict[str, Any] = key({}, "More options of sbatch, as `{mail-type: END}`.", slurm_only=True)
     srun: list[str] = key([], "More options of srun, as `['--cpu-bind=none']`.", slurm_only=True)
     signal_delay_s: int = key(
-        120, "Time before the time limit at which a run is asked to stop.", unit="seconds", at_least=0
+        120, "Time before the time limit at which a run is asked to stop.", unit="seconds", at_least=0,
+        slurm_only=True,
+    )  # fmt: skip
+    requeue: bool = key(
+        True, "Let Slurm requeue a run after a node failure, a time limit or a preemption.", slurm_only=True
     )
-    requeue: bool = key(True, "Let Slurm requeue a run after a node failure or a preemption.")
     modules: list[str] = key([], "Modules to load in the job.", slurm_only=True)
     setup: list[str] = key([], "Shell lines to run in the job, after the modules.", slurm_only=True)
     python: str | None = key(
@@ -66,7 +69,7 @@ class ClusterConfig:
     array_parallelism: int | None = key(
         None, "Most runs of one job array at the same time.", at_least=1, null="no limit", slurm_only=True
     )
-    wait: bool = key(True, "Wait for the jobs. False: print the job ids and exit.")
+    wait: bool = key(True, "Wait for the jobs. False: print the job ids and exit.", slurm_only=True)
     gco2_per_kwh: float | None = key(
         None, "Carbon intensity of the electricity, for `metrics.energy.co2e_g`.", unit="grams of CO2e per kWh",
         at_least=0, null="no CO2e in record and tables",
