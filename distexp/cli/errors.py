@@ -209,7 +209,7 @@ def _explain_syntax(override: str, reason: str) -> str:
 
 
 def _quote_values(value: str) -> str | None:
-    """Return a value, or each of a sweep or list, in the quotes that it needs; None if these are not what is missing."""
+    """Return a value, or each of a sweep or list, in the quotes that it needs; None if no quotes are missing."""
     if listed := re.fullmatch(r"\[([^][{}'\"]*)\]", value):  # A shell drops the quotes in key=['--option=value'].
         entries = _quote_values(listed[1])
         return entries and f"[{entries}]"

@@ -89,13 +89,13 @@ class ModelConfig:
     """The model to train. Keys that an architecture does not have must stay null."""
 
     _target_: str = key(MISSING, "Function `(model: ModelConfig, num_classes: int) -> torch.nn.Module`.")
-    name: str = key(MISSING, "Name of the architecture in distexp, timm or torchvision, or a Hugging Face name or path.")
+    name: str = key(MISSING, "Name in distexp, timm or torchvision, or a Hugging Face name or path.")
     task: str = key(
         MISSING, "Task of the model. `auto`: that of the architecture in the config.json of `model=hf`.",
         choices=(*TASKS, AUTO),
     )  # fmt: skip
     path: str | None = key(
-        None, "Hub id or folder of the weights that `init=pretrained` loads. A file for timm and torchvision.", path="hub"
+        None, "Weights that `init=pretrained` loads: hub id or folder. A file for timm and torchvision.", path="hub"
     )
     init: str = key("random", "Random weights, or pretrained weights from `path`.", choices=("random", "pretrained"))
     tokenizer: str | None = key(
@@ -172,7 +172,7 @@ class DatasetConfig:
         path="hub",
     )  # fmt: skip
     train_path: str | None = key(None, "SQuAD v1.1 JSON file to train on.", path="file")
-    eval_path: str | None = key(None, "SQuAD v1.1 JSON file to evaluate on. Own data: as `path`, on this machine.", path="file")
+    eval_path: str | None = key(None, "SQuAD v1.1 JSON file to evaluate on. Own data: a local `path`.", path="file")
     subset: str | None = key(None, "Subset (configuration) of a dataset of the hub.", id_if_changed=True)
     split: str | None = key(None, "Split to train on.", null="train", id_if_changed=True)
     eval_split: str | None = key(

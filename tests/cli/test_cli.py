@@ -189,7 +189,7 @@ WRONG_VALUES = {  # overrides that are refused when they are composed or resolve
     "zero_stage=3 train.compile=true": "train.compile=true",
     "model=resnet_tiny dataset=squad_sample": "or dataset=tinyimagenet_sample, tinyimagenet, image_folder or synthetic",
     "dataset=tinyimagenet": "or resnet50, or dataset=squad_sample, squad, text, chat or synthetic",
-    "model=timm": "model.name is required: set it to the name of a model in this library, for example model.name=resnet18",
+    "model=timm": "set it to the name of a model in this library, for example model.name=resnet18",
     "model=hf": "model.name is required: set it to a hub id or a folder, for example model.name=bigscience/bloom-560m",
     "model=torchvision model.name=resnet18 dataset=image_folder": "dataset=image_folder needs data: set dataset.path",
     "dataset=text dataset.path=": "dataset.path= is empty, as after an unset variable: give a value, or leave it out\n",
