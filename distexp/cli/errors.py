@@ -199,7 +199,7 @@ def _explain_syntax(override: str, reason: str) -> str:
         return home_message(key, value)
     if mistyped := _explain_signs(override, key, value):
         return mistyped
-    if quoted_values := _quote_values(value):
+    if quoted_values := _quote_values(value, is_one=key.startswith("hydra.")):
         return f"{override} needs quotes: write {shell_quote(f'{key}={quoted_values}')}"
     pairs = (("'", "'"), ('"', '"'), ("[", "]"), ("{", "}"))
     odd = (a for a, b in pairs if (value.count(a) % 2 if a == b else value.count(a) != value.count(b)))
@@ -208,14 +208,14 @@ def _explain_syntax(override: str, reason: str) -> str:
     return f"{override} cannot be parsed{cause}"
 
 
-def _quote_values(value: str) -> str | None:
+def _quote_values(value: str, *, is_one: bool = False) -> str | None:
     """Return a value, or each of a sweep or list, in the quotes that it needs; None if no quotes are missing."""
     if listed := re.fullmatch(r"\[([^][{}'\"]*)\]", value):  # A shell drops the quotes in key=['--option=value'].
         entries = _quote_values(listed[1])
         return entries and f"[{entries}]"
     start, values, end = FUNCTION.fullmatch(value).groups("")  # type: ignore[union-attr]
     # Hydra drops the spaces around a value without quotes.
-    parts = [values] if os.path.exists(values) else [part.strip() for part in values.split(",")]
+    parts = [values] if is_one or os.path.exists(values) else [part.strip() for part in values.split(",")]
     texts = [part for part in parts if not os.path.exists(part)]  # A file may have any name.
     if any(BRACKETS & set(text) or text.startswith("'") for text in texts):
         return None

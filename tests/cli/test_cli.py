@@ -68,6 +68,7 @@ WRONG_WORDS = {  # command lines that are refused before Hydra starts, with a pa
     "--multirun zero_stage=1,2 --cfg job": "distexp: --multirun and --cfg exclude each other: use one of them\n",
     "zero_stage=1,2 --cfg job": "zero_stage=1,2 is a sweep, but --cfg and --info print one run: set one value\n",
     "cluster.environment.A=b=c": "distexp: cluster.environment.A=b=c needs quotes: write \"cluster.environment.A='b=c",
+    "hydra.run.dir=out,a=b": "needs quotes: write \"hydra.run.dir='out,a=b'\"\n",
     "cluster.srun=[--mpi=none]": "needs quotes: write \"cluster.srun=['--mpi=none']\"\n",
     "name=a`b": "distexp: name=a`b needs quotes: write 'name='\"'\"'a`b'\"'\"''\n",
     "name=condé": "name=condé needs quotes: write \"name='condé'\"\n",
