@@ -81,6 +81,7 @@ WRONG_WORDS = {  # command lines that are refused before Hydra starts, with a pa
     "zero_stage=1,2": "zero_stage=1,2 is a sweep: add --multirun",
     "--multirun experiment=deepspeed/zero_stages,x": "cannot be swept",
     "--multirun cluster=local,slurm": "cluster=local,slurm cannot be swept",
+    "--multirun cluster.dry_run=true,false": "cluster.dry_run=true,false cannot be swept",
     "--multirun strategy=ddp,fsdp hydra.run.dir=here": "set hydra.sweep.dir instead",
     "strategy=single hydra.run.dir=A hydra.sweep.dir=B": (
         "distexp: hydra.run.dir=A is the directory of a single run, and hydra.sweep.dir=B is for a sweep: leave one"
