@@ -281,6 +281,16 @@ def _values(override: Override | None) -> list[Any]:
     return [str(value).lower() if is_group else (type(value).__name__, value) for value in plain]
 
 
+def override_of(key: str, value: Any) -> str:
+    """Return the override that sets a key to a text, a number or a list of them, with the quotes that Hydra needs."""
+    plain = f"{key}=[{','.join(map(str, value))}]" if isinstance(value, list) else f"{key}={value}"
+    found = _parse(plain)
+    if found is not None and not found.is_sweep_override() and found.value() == value:
+        return plain
+    quoted = [quote_for_hydra(str(item)) for item in (value if isinstance(value, list) else [value])]
+    return f"{key}=[{','.join(quoted)}]" if isinstance(value, list) else f"{key}={quoted[0]}"
+
+
 def quote_for_hydra(value: str) -> str:
     """Return a value in quotes, which Hydra reads as this text."""
     escaped = re.sub(r"(\\*)'", r"\1\1\\'", value)
