@@ -22,7 +22,7 @@ class ClusterConfig:
     nodes: int = key(1, "Nodes. On one machine more than one are simulated.", at_least=1)
     workers_per_node: int | None = key(
         None, "Workers per node.", at_least=1,
-        null="1 with `strategy=single`. Else one per GPU, or 2 without GPUs. On Slurm `gpus_per_node`, or 1",
+        null="1 with `strategy=single`, else one per GPU, or 2 without GPUs; on Slurm `gpus_per_node`, else 1",
     )  # fmt: skip
     device: str = key("auto", "Device of the workers. `auto` is cuda on Slurm.", choices=("auto", "cuda", "cpu"))
     cpus_per_worker: int | None = key(
@@ -210,8 +210,8 @@ class DatasetConfig:
     train_size: int | None = key(None, "Number of training examples.", at_least=1, null="all")
     eval_size: int | None = key(None, "Number of evaluation examples.", at_least=1, null="all")
     max_length: int | None = key(
-        None, "Most tokens of a sample. Longer texts are cut.", unit="tokens", at_least=2,
-        null="512 for own texts, or the positions of a model that has fewer",
+        None, "Most tokens of a sample. Longer texts are cut. Own texts: 512, or the positions of the model if fewer.",
+        unit="tokens", at_least=2,
     )  # fmt: skip
     answer_tokens: int = key(32, "Longest generated answer. See `train.score_answers`.", unit="tokens", at_least=1)
     padding: str = key(
