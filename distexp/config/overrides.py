@@ -14,7 +14,7 @@ from hydra.core.override_parser.types import ChoiceSweep, Glob, IntervalSweep, O
 from hydra.errors import HydraException
 
 from distexp.config import ConfigError
-from distexp.config.keys import config_groups, describe_values, is_too_long
+from distexp.config.keys import config_groups, describe_values, is_too_long, takes_list
 
 OPEN_SECTIONS = ("model.options", "dataset.options", "strategy.options", "cluster.environment", "cluster.sbatch")
 
@@ -225,7 +225,8 @@ def copyable_override(text: str, *, may_sweep: bool = False) -> str:
     if _is_valid(original, may_sweep):
         return text
     key, _, value = (text if original is None else plain).partition("=")  # else its apostrophes are part of it
-    return f"{key}={quote_for_hydra(value)}"
+    is_list = re.fullmatch(r"\[.*\]", value) and takes_list(key.lstrip("+"))
+    return override_of(key, value[1:-1].split(",")) if is_list else f"{key}={quote_for_hydra(value)}"
 
 
 @lru_cache(maxsize=4096)

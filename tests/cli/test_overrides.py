@@ -70,3 +70,7 @@ def test_a_path_with_an_apostrophe_is_copyable() -> None:
 def test_an_override_of_a_file_is_read_as_its_value(value: Any) -> None:
     (override,) = parse([override_of("cluster.setup", value)])
     assert plain_value(override.value()) == value
+
+
+def test_a_list_that_a_record_has_without_quotes_is_printed_with_them() -> None:
+    assert copyable_overrides("cluster.srun=[--mpi=none]") == "\"cluster.srun=['--mpi=none']\""
