@@ -98,7 +98,7 @@ def check_sweep(overrides: Sequence[Override], command: Command, *, multirun: bo
     swept = [key for key, override in by_key.items() if override.is_sweep_override()]
     errors = [
         f"{by_key[key].input_line} cannot be swept, because {key} decides how a sweep runs: start one command for each"
-        for key in ("cluster", "experiment", "repeats")
+        for key in ("cluster", "cluster.dry_run", "cluster.wait", "experiment", "repeats")
         if key in swept
     ]
     if "repeats" in by_key and "train.seed" in swept:

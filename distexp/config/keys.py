@@ -140,6 +140,10 @@ def _describe_type(hint: Any) -> str:
     return TYPE_NAMES.get(hint, "a value")
 
 
+NAMED_MODELS = "distexp.models.task_models."
+"""Start of the targets of models that timm and torchvision have by name. Their weights are a file."""
+
+
 def reference_errors(composed: DictConfig) -> list[str]:
     """Return an error for each reference, such as ``${train.seed}``, that has no value. Required keys may be open."""
     found = {key: error for key, node in _references(composed) if (error := _reference_error(key, node))}
@@ -151,8 +155,11 @@ def explain_missing(composed: DictConfig, error: Exception) -> str:
     """Return which required keys have no value, or the one that another key refers to, and what to type."""
     is_open = isinstance(error, MissingMandatoryValue)
     missing = OmegaConf.missing_keys(composed) if is_open else {first_line(error).rpartition(": ")[2]}
-    example = " to a hub id or a folder, for example model.name=bigscience/bloom-560m"
-    return f"{', '.join(sorted(missing))} is required: set it{example if missing == {'model.name'} else ''}"
+    source = "a hub id or a folder, for example model.name=bigscience/bloom-560m"
+    if str(composed.model.get("_target_")).startswith(NAMED_MODELS):
+        source = "the name of a model in this library, for example model.name=resnet18"
+    example = f" to {source}" if missing == {"model.name"} else ""
+    return f"{', '.join(sorted(missing))} is required: set it{example}"
 
 
 def _reference_error(key: str, node: Node) -> str | None:

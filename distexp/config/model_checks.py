@@ -13,7 +13,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from distexp.config import Config, ConfigError, DatasetConfig, ModelConfig
-from distexp.config.keys import conf_dir, options_of, shown, value_errors
+from distexp.config.keys import NAMED_MODELS, conf_dir, options_of, shown, value_errors
 from distexp.config.tasks import tasks_of_dataset
 from distexp.exceptions import first_line
 from distexp.system.files import load_json
@@ -288,7 +288,8 @@ def _source_errors(model: ModelConfig) -> Iterator[str]:
     if weights_source_key(model) not in model.keys:
         yield f"model.init={model.init} is not supported by model={model.name}: use model.init=random"
     elif weights_source(model) is None:
-        yield "model.path is null, but model.init=pretrained loads weights from it: set a hub id or a folder"
+        kind = "a .safetensors or .pth file" if model._target_.startswith(NAMED_MODELS) else "a hub id or a folder"
+        yield f"model.path is null, but model.init=pretrained loads weights from it: set {kind}"
 
 
 def _attention_errors(model: ModelConfig) -> Iterator[str]:

@@ -14,7 +14,7 @@ from hydra.core.override_parser.types import ChoiceSweep, Glob, IntervalSweep, O
 from hydra.errors import HydraException
 
 from distexp.config import ConfigError
-from distexp.config.keys import config_groups, describe_values, is_too_long
+from distexp.config.keys import config_groups, describe_values, is_too_long, takes_list
 
 OPEN_SECTIONS = ("model.options", "dataset.options", "strategy.options", "cluster.environment", "cluster.sbatch")
 
@@ -242,7 +242,8 @@ def copyable_override(text: str, *, may_sweep: bool = False) -> str:
     if _is_valid(original, may_sweep):
         return text
     key, _, value = (text if original is None else plain).partition("=")  # else its apostrophes are part of it
-    return f"{key}={quote_for_hydra(value)}"
+    is_list = re.fullmatch(r"\[.*\]", value) and takes_list(key.lstrip("+"))
+    return override_of(key, value[1:-1].split(",")) if is_list else f"{key}={quote_for_hydra(value)}"
 
 
 @lru_cache(maxsize=4096)
@@ -296,6 +297,16 @@ def _values(override: Override | None) -> list[Any]:
     plain = [plain_value(value) for value in values]
     # With their types, ``1`` and ``true`` differ.
     return [str(value).lower() if is_group else (type(value).__name__, value) for value in plain]
+
+
+def override_of(key: str, value: Any) -> str:
+    """Return the override that sets a key to a text, a number or a list of them, with the quotes that Hydra needs."""
+    plain = f"{key}=[{','.join(map(str, value))}]" if isinstance(value, list) else f"{key}={value}"
+    found = _parse(plain)
+    if found is not None and not found.is_sweep_override() and found.value() == value:
+        return plain
+    quoted = [quote_for_hydra(str(item)) for item in (value if isinstance(value, list) else [value])]
+    return f"{key}=[{','.join(quoted)}]" if isinstance(value, list) else f"{key}={quoted[0]}"
 
 
 def quote_for_hydra(value: str) -> str:

@@ -70,7 +70,7 @@ class TrackerConfig:
 
     name: str = key("none", "Name of the tracker.")
     _target_: str | None = key(None, "Class that implements the `Tracker` protocol.", null="no tracker")
-    project: str = key("distexp", "Project of wandb, or experiment of MLflow.")
+    project: str = key("distexp", "Project of wandb and trackio, or experiment of MLflow.")
     online: bool = key(False, "wandb: upload while the run trains.")
     uri: str | None = key(None, "MLflow server or store.", null="the folder `mlruns/`")
 

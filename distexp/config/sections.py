@@ -21,8 +21,9 @@ class ClusterConfig:
     )
     nodes: int = key(1, "Nodes. On one machine more than one are simulated.", at_least=1)
     workers_per_node: int | None = key(
-        None, "Workers per node.", at_least=1, null="one per GPU, or 2 without GPUs (1 on Slurm)"
-    )
+        None, "Workers per node.", at_least=1,
+        null="1 with `strategy=single`, else one per GPU, or 2 without GPUs; on Slurm `gpus_per_node`, else 1",
+    )  # fmt: skip
     device: str = key("auto", "Device of the workers. `auto` is cuda on Slurm.", choices=("auto", "cuda", "cpu"))
     cpus_per_worker: int | None = key(
         None, "CPU threads of each worker.", at_least=1, null="an equal share of the cores, or 4 on Slurm"
@@ -53,11 +54,11 @@ class ClusterConfig:
     reservation: str | None = key(None, "Reservation.", slurm_only=True)
     exclusive: bool = key(False, "Allocate whole nodes.", slurm_only=True)
     sbatch: dict[str, Any] = key({}, "More options of sbatch, as `{mail-type: END}`.", slurm_only=True)
-    srun: list[str] = key([], "More options of srun, as `[--cpu-bind=none]`.", slurm_only=True)
+    srun: list[str] = key([], "More options of srun, as `['--cpu-bind=none']`.", slurm_only=True)
     signal_delay_s: int = key(
-        120, "Time before the time limit at which a run is asked to stop.", unit="seconds", at_least=0
+        120, "Time before the time limit at which a run is asked to stop.", unit="seconds", at_least=0, slurm_only=True
     )
-    requeue: bool = key(True, "Let Slurm requeue a run after a node failure or a preemption.")
+    requeue: bool = key(True, "Requeue a run after a node failure, a time limit or a preemption.", slurm_only=True)
     modules: list[str] = key([], "Modules to load in the job.", slurm_only=True)
     setup: list[str] = key([], "Shell lines to run in the job, after the modules.", slurm_only=True)
     python: str | None = key(
@@ -66,7 +67,7 @@ class ClusterConfig:
     array_parallelism: int | None = key(
         None, "Most runs of one job array at the same time.", at_least=1, null="no limit", slurm_only=True
     )
-    wait: bool = key(True, "Wait for the jobs. False: print the job ids and exit.")
+    wait: bool = key(True, "Wait for the jobs. False: print the job ids and exit.", slurm_only=True)
     gco2_per_kwh: float | None = key(
         None, "Carbon intensity of the electricity, for `metrics.energy.co2e_g`.", unit="grams of CO2e per kWh",
         at_least=0, null="no CO2e in record and tables",
@@ -88,12 +89,14 @@ class ModelConfig:
     """The model to train. Keys that an architecture does not have must stay null."""
 
     _target_: str = key(MISSING, "Function `(model: ModelConfig, num_classes: int) -> torch.nn.Module`.")
-    name: str = key(MISSING, "Name of the architecture in distexp, or a Hugging Face name or path.")
+    name: str = key(MISSING, "Name in distexp, timm or torchvision, or a Hugging Face name or path.")
     task: str = key(
         MISSING, "Task of the model. `auto`: that of the architecture in the config.json of `model=hf`.",
         choices=(*TASKS, AUTO),
     )  # fmt: skip
-    path: str | None = key(None, "Hub id or folder of the weights that `init=pretrained` loads.", path="hub")
+    path: str | None = key(
+        None, "Weights that `init=pretrained` loads: hub id or folder. A file for timm and torchvision.", path="hub"
+    )
     init: str = key("random", "Random weights, or pretrained weights from `path`.", choices=("random", "pretrained"))
     tokenizer: str | None = key(
         None, "`byte`: trained on the dataset. `auto`: the tokenizer of the model. Else a hub id or a folder.",
@@ -117,7 +120,7 @@ class ModelConfig:
         choices=("auto", "eager", "sdpa", "flex", "flash"), id_if_changed=True,
     )  # fmt: skip
     keys: list[str] = key([], "Keys that this model has. Any other key of this section is an error.")
-    options: dict[str, Any] = key({}, "Keys of a custom model.")
+    options: dict[str, Any] = key({}, "Keys of a custom model. For `model=hf` values of config.json.")
 
     @property
     def traits(self) -> Task:
@@ -169,7 +172,7 @@ class DatasetConfig:
         path="hub",
     )  # fmt: skip
     train_path: str | None = key(None, "SQuAD v1.1 JSON file to train on.", path="file")
-    eval_path: str | None = key(None, "SQuAD v1.1 JSON file to evaluate on. For own data as `path`.", path="file")
+    eval_path: str | None = key(None, "SQuAD v1.1 JSON file to evaluate on. Own data: a local `path`.", path="file")
     subset: str | None = key(None, "Subset (configuration) of a dataset of the hub.", id_if_changed=True)
     split: str | None = key(None, "Split to train on.", null="train", id_if_changed=True)
     eval_split: str | None = key(
@@ -204,9 +207,12 @@ class DatasetConfig:
         choices=("paragraph", "line", "file"), id_if_changed=True,
     )  # fmt: skip
     root: str | None = key(None, "Folder in the official layout of TinyImageNet.", path="folder")
-    train_size: int | None = key(None, "Number of training examples, from the first.", at_least=1, null="all")
-    eval_size: int | None = key(None, "Number of evaluation examples, from the first.", at_least=1, null="all")
-    max_length: int | None = key(None, "Length at which texts are truncated.", unit="tokens", at_least=2)
+    train_size: int | None = key(None, "Number of training examples.", at_least=1, null="all")
+    eval_size: int | None = key(None, "Number of evaluation examples.", at_least=1, null="all")
+    max_length: int | None = key(
+        None, "Most tokens of a sample. Longer texts are cut. Own texts: 512, or the positions of the model if fewer.",
+        unit="tokens", at_least=2,
+    )  # fmt: skip
     answer_tokens: int = key(32, "Longest generated answer. See `train.score_answers`.", unit="tokens", at_least=1)
     padding: str = key(
         "max_length", "Pad to `max_length`, or to the longest text of the batch.", choices=("max_length", "longest")
@@ -255,7 +261,7 @@ class FSDPConfig:
     )  # fmt: skip
     replicas: int | None = key(None, "Replicas of a hybrid mesh.", null="one per node")
     wrap: str = key(
-        "auto", "`auto`: each block is a unit. `none`: the whole model. Else class names of the units, with commas."
+        "auto", "`auto`: each block is a unit. `none`: the whole model. Else class names of the units, as `\"'A,B'\"`."
     )
     forward_prefetch: int = key(0, "Blocks to all-gather ahead in the forward pass.", at_least=0)
     backward_prefetch: int = key(1, "Blocks to all-gather ahead in the backward pass.", at_least=0)

@@ -32,7 +32,7 @@ from yaml import YAMLError
 
 from distexp.config import ConfigError
 from distexp.config.keys import conf_dir, options_of, refuse_numbers_as_booleans
-from distexp.config.overrides import copyable_override, is_override, join_first, plain_value, shell_quote
+from distexp.config.overrides import copyable_override, is_override, join_first, override_of, plain_value, shell_quote
 from distexp.exceptions import first_line
 from distexp.guard import command_line
 from distexp.guard.command_line import TRUSTED, key_of, typed_keys, typed_overrides
@@ -301,7 +301,8 @@ def _explain(section: str, values: Mapping[str, Any], composed: DictConfig) -> s
     origin = _origin((name, texts[-1].strip("[]").partition(",")[0]), composed)
     if section == OUTPUT_SUBDIR:  # The command line may not set it either.
         return f"{shown[0]} {origin}, and would overwrite files in another folder: remove it from the file"
-    typed = " ".join(f"'{text}'" for text in shown)
+    found = (override_of(key, value) for key, value in values.items())
+    typed = " ".join(shell_quote(text) if "'" in text else f"'{text}'" for text in found)
     return f"{', '.join(shown)} {origin}, and {_danger([section])}: if you trust it, {file}add {typed} to the command"
 
 

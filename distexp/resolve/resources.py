@@ -14,6 +14,7 @@ from distexp.config.custom_code import PAGE, check_not_abstract, check_returned,
 from distexp.config.fields import info_of
 from distexp.config.keys import get_value, schema_fields, set_value
 from distexp.config.model_checks import loads_from_source, weights_source_key
+from distexp.config.overrides import format_override
 from distexp.data.sources.image_folder import IMAGE_FOLDER, find_images
 from distexp.data.sources.rows import is_local
 from distexp.engines.base import load_trainer
@@ -44,7 +45,8 @@ class LauncherTraits(ABC):
             value = getattr(cluster, spec.name)
             is_ignored = info_of(spec).slurm_only and spec.name not in self.reads
             if is_ignored and value != getattr(defaults, spec.name):
-                yield f"cluster.{spec.name}={value} is for Slurm only: leave it out, or choose cluster=slurm"
+                typed = format_override(f"cluster.{spec.name}={value}")
+                yield f"{typed} is for Slurm only: leave it out, or choose cluster=slurm"
 
 
 Traits = TypeVar("Traits", bound=LauncherTraits)

@@ -17,17 +17,17 @@ KV_HEADS = "num_key_value_heads"
 
 def apply_scaling(config: Config) -> list[str]:
     """Apply the chosen rule, unless the run has too many workers, and return the errors."""
-    return check_worker_limit(config) or RULES[config.scaling.name](config)
+    return check_worker_limit(config) or _foreign_key_errors(config) or RULES[config.scaling.name](config)
 
 
-def _keep_fixed(config: Config) -> list[str]:
-    """Change nothing. Refuse keys of the other rules."""
-    owners = {"samples_per_worker": "weak_data", "base_workers": "weak_model"}
+def _foreign_key_errors(config: Config) -> list[str]:
+    """Return an error for each key of another rule."""
+    owners, rule = {"samples_per_worker": "weak_data", "base_workers": "weak_model"}, config.scaling.name
     return [
-        f"scaling.{key}={getattr(config.scaling, key)} has no effect with scaling=fixed: leave it out, or choose "
+        f"scaling.{key}={getattr(config.scaling, key)} has no effect with scaling={rule}: set it to null, or choose "
         f"scaling={owner}"
         for key, owner in owners.items()
-        if getattr(config.scaling, key) is not None
+        if getattr(config.scaling, key) is not None and not rule.startswith(owner)
     ]
 
 
@@ -129,7 +129,7 @@ def _micro_batch_errors(config: Config) -> list[str]:
 
 
 RULES: dict[str, Callable[[Config], list[str]]] = {
-    "fixed": _keep_fixed,
+    "fixed": lambda config: [],
     "weak_data": _scale_data,
     "weak_model": _scale_model,
     "weak_model_workshop": _scale_model_as_workshop,

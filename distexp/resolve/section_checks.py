@@ -13,7 +13,7 @@ from distexp.checkpoints.folder import candidates, suggest
 from distexp.config import AdapterConfig, Config, ConfigError, DatasetConfig, model_checks
 from distexp.config.custom_code import check_target
 from distexp.config.fields import info_of
-from distexp.config.keys import get_value, schema_fields
+from distexp.config.keys import NAMED_MODELS, get_value, schema_fields
 from distexp.config.tasks import AUTO, TASKS, task_of_architecture, tasks_of_dataset
 from distexp.data.sources import formats, rows
 from distexp.data.sources.image_folder import CHECKED_IMAGES, IMAGE_FOLDER, broken_images, find_images
@@ -352,7 +352,7 @@ def check_model_files(config: Config) -> Iterator[str]:
     source, key = model_checks.weights_source(model), f"model.{model_checks.weights_source_key(model)}"
     if model._target_.endswith("build_timm") and find_spec("timm") is None:
         yield model_checks.TIMM_MISSING
-    if model._target_.startswith("distexp.models.task_models.") and model.init == "pretrained":
+    if model._target_.startswith(NAMED_MODELS) and model.init == "pretrained":
         if source is not None and not os.path.isfile(source):
             yield f"{key}={source} is not a file: set it to the .safetensors or .pth file with the weights"
         return

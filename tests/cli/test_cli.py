@@ -68,6 +68,8 @@ WRONG_WORDS = {  # command lines that are refused before Hydra starts, with a pa
     "--multirun zero_stage=1,2 --cfg job": "distexp: --multirun and --cfg exclude each other: use one of them\n",
     "zero_stage=1,2 --cfg job": "zero_stage=1,2 is a sweep, but --cfg and --info print one run: set one value\n",
     "cluster.environment.A=b=c": "distexp: cluster.environment.A=b=c needs quotes: write \"cluster.environment.A='b=c",
+    "hydra.run.dir=out,a=b": "needs quotes: write \"hydra.run.dir='out,a=b'\"\n",
+    "cluster.srun=[--mpi=none]": "needs quotes: write \"cluster.srun=['--mpi=none']\"\n",
     "name=a`b": "distexp: name=a`b needs quotes: write 'name='\"'\"'a`b'\"'\"''\n",
     "name=condé": "name=condé needs quotes: write \"name='condé'\"\n",
     "dataset=squad dataset.train_path=~/x.json": "does not replace there: write dataset.train_path=$HOME/x.json\n",
@@ -79,6 +81,7 @@ WRONG_WORDS = {  # command lines that are refused before Hydra starts, with a pa
     "zero_stage=1,2": "zero_stage=1,2 is a sweep: add --multirun",
     "--multirun experiment=deepspeed/zero_stages,x": "cannot be swept",
     "--multirun cluster=local,slurm": "cluster=local,slurm cannot be swept",
+    "--multirun cluster.dry_run=true,false": "cluster.dry_run=true,false cannot be swept",
     "--multirun strategy=ddp,fsdp hydra.run.dir=here": "set hydra.sweep.dir instead",
     "strategy=single hydra.run.dir=A hydra.sweep.dir=B": (
         "distexp: hydra.run.dir=A is the directory of a single run, and hydra.sweep.dir=B is for a sweep: leave one"
@@ -188,6 +191,7 @@ WRONG_VALUES = {  # overrides that are refused when they are composed or resolve
     "zero_stage=3 train.compile=true": "train.compile=true",
     "model=resnet_tiny dataset=squad_sample": "or dataset=tinyimagenet_sample, tinyimagenet, image_folder or synthetic",
     "dataset=tinyimagenet": "or resnet50, or dataset=squad_sample, squad, text, chat or synthetic",
+    "model=timm": "set it to the name of a model in this library, for example model.name=resnet18",
     "model=hf": "model.name is required: set it to a hub id or a folder, for example model.name=bigscience/bloom-560m",
     "model=torchvision model.name=resnet18 dataset=image_folder": "dataset=image_folder needs data: set dataset.path",
     "dataset=text dataset.path=": "dataset.path= is empty, as after an unset variable: give a value, or leave it out\n",

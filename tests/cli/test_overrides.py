@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hydra.errors import OverrideParseException
 
 from distexp.cli.errors import explain
 from distexp.config.keys import config_groups
-from distexp.config.overrides import copyable_overrides, parse, plain_value, quote_choice, values_of
+from distexp.config.overrides import copyable_overrides, override_of, parse, plain_value, quote_choice, values_of
 
 
 @pytest.mark.parametrize(
@@ -77,3 +78,13 @@ def test_the_printed_quotes_keep_a_list_and_a_comma(override: str, value: object
 
 def test_a_path_with_an_apostrophe_is_copyable() -> None:
     assert copyable_overrides("dataset.path=Ada's/x") == "\"dataset.path='Ada\\'s/x'\""
+
+
+@pytest.mark.parametrize("value", [["--mpi=none"], ['export A=b, "c"', "echo $HOME"], ["cuda/12"], "a b=c", "a,b", 5])
+def test_an_override_of_a_file_is_read_as_its_value(value: Any) -> None:
+    (override,) = parse([override_of("cluster.setup", value)])
+    assert plain_value(override.value()) == value
+
+
+def test_a_list_that_a_record_has_without_quotes_is_printed_with_them() -> None:
+    assert copyable_overrides("cluster.srun=[--mpi=none]") == "\"cluster.srun=['--mpi=none']\""

@@ -443,6 +443,7 @@ BROKEN: dict[str, tuple[str | bytes, str]] = {
     "list.jsonl": (GOOD + "[1]\n", r"row 2: it is a list and not an object with columns; 1 of 2"),
     "absent.jsonl": (GOOD + '{"other": "a"}\n', r"absent.jsonl, row 2: text is missing; 1 of 2 rows"),
     "column.jsonl": ('{"body": "a", "id": 1}\n', r"has no column text: set dataset.column to one of body, id"),
+    "messages.jsonl": (ROLES, r"messages.jsonl has no column text, but messages: use dataset=chat"),
     "null.jsonl": (GOOD + 2 * '{"text": null}\n', r"row 2: text is null and not a text; 2 of 3 rows are wrong"),
     "number.jsonl": (GOOD + '{"text": 5}\n' + GOOD, r"row 2: text is the number 5 and not a text; 1 of 3"),
     "number.json": ('[{"text": "a"}, {"text": 5}]', r"number.json, row 2: text is the number 5"),
@@ -491,6 +492,13 @@ BROKEN: dict[str, tuple[str | bytes, str]] = {
         r"alone.jsonl, row 2: messages has no message of the assistant",
     ),
 }
+
+
+def test_advice_names_no_column_that_has_another_use(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "a"}\n')
+    with pytest.raises(ConfigError, match="has no column answer, but only text: add it, or use other data"):
+        resolve_cell("model=gpt_tiny", "dataset=chat", f"dataset.path={path}", "dataset.prompt_column=text")
 
 
 @pytest.mark.parametrize("name", BROKEN)

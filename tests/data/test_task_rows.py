@@ -114,7 +114,7 @@ def test_texts_have_classes(labels: list[Any], tmp_path: Path) -> None:
     known = {(row["text"], str(row["label"])) for row in rows}
     assert set(zip(texts, names, strict=True)) <= known
     assert "because they are empty: 1 of" in data.notes[0]
-    note = "classes are names and not numbers, because 4915112345678 is not below the 22 training rows"
+    note = "classes are names and not numbers, because 4915112345678 is not below 1,000 or the 22 training rows"
     assert (note in data.notes) is (labels[0] == 90210)
 
 

@@ -37,7 +37,7 @@ class ToyLauncher(Launcher):
 
     runs_here = True
     queues = True
-    reads = ("dry_run",)
+    reads = ("dry_run", "wait")
 
     def decide_resources(self, config: Config) -> list[str]:
         """Decide what the user left open as for a local run, which a job is."""

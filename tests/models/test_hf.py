@@ -423,6 +423,8 @@ def test_errors_are_reported_before_anything_starts(tmp_path: Path) -> None:
     pretrained = ("model=bloom_560m", "model.init=pretrained")
     assert f"model.path={nowhere} does not exist" in error(*pretrained, f"model.path={nowhere}")
     assert "model.path is null" in error(*pretrained, "model.path=null")
+    named = ("model=torchvision", "model.name=resnet18", "model.init=pretrained")
+    assert "model.path is null, but model.init=pretrained loads weights from it: set a .safetensors" in error(*named)
     assert resolve_cell("model=bloom_560m", f"model.path={nowhere}").model.init == "random"
     assert "is not supported by model=bloom_tiny" in error("model=bloom_tiny", "model.init=pretrained")
 

@@ -64,7 +64,9 @@ def test_weak_data_keeps_samples_per_worker() -> None:
     [
         (("scaling=weak_data", "dataset.train_size=500"), "set dataset.train_size=null, or choose scaling=fixed"),
         (("scaling=weak_data", "scaling.samples_per_worker=null"), "needs scaling.samples_per_worker"),
-        (("scaling.samples_per_worker=3",), "leave it out, or choose scaling=weak_data"),
+        (("scaling.samples_per_worker=3",), "set it to null, or choose scaling=weak_data"),
+        (("scaling=weak_data", "scaling.base_workers=2"), "has no effect with scaling=weak_data: set it to null"),
+        ((*TIED, "scaling=weak_model", "scaling.samples_per_worker=3"), "has no effect with scaling=weak_model: set"),
         (
             ("scale.train_size=16",),
             "scale.train_size=16 has no effect with scale=full: add scale=tiny, or leave it out",

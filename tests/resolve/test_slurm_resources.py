@@ -146,6 +146,8 @@ def test_shape_depends_on_resources_only() -> None:
         (("cluster=slurm", "+cluster.sbatch.nodes=3"), "set cluster.nodes instead"),
         (("cluster=slurm", "+cluster.environment={a-b: 1}"), "not a variable name"),
         (("cluster.partition=gpu",), "for Slurm only"),
+        (("cluster.wait=false",), "^cluster.wait=false is for Slurm only: leave it out"),
+        (("cluster.requeue=false", "cluster.signal_delay_s=9"), "signal_delay_s=9 is for Slurm"),
         (("cluster=slurm", "cluster.memory_gb=0"), "must be above 0"),
     ],
 )

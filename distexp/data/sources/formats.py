@@ -163,8 +163,11 @@ TEXT_FORMATS = {
 """Formats of ``dataset=text`` by task. Those of other tasks have only texts."""
 
 
-def text_format(_dataset: DatasetConfig, _columns: Sequence[str], task: str = "causal_lm") -> RowFormat:
-    """Return the format of ``dataset=text``."""
+def text_format(dataset: DatasetConfig, columns: Sequence[str], task: str = "causal_lm") -> RowFormat:
+    """Return the format of ``dataset=text``. Raise ConfigError if a causal LM gets messages and no texts."""
+    messages = next((name for name in MESSAGES_COLUMNS if name in columns), None)
+    if messages and task == "causal_lm" and dataset.column not in columns:
+        raise ConfigError(f"{dataset.path} has no column {dataset.column}, but {messages}: use dataset=chat")
     return TEXT_FORMATS.get(task, RowFormat(("column",), text_error))
 
 
@@ -357,12 +360,15 @@ def _records(lines: IO[str], separators: str) -> Iterator[Content]:
             yield dict(zip(names, fields, strict=False)), repeated if len(fields) == len(names) else count
 
 
-def refuse_column(label: str, column: str, key: str, found: Sequence[str]) -> ConfigError:
-    """Return the error about a column that does not exist, with those that do, and one that needs quotes."""
-    texts = [f"{key}={name}" for name in found]
+def refuse_column(label: str, column: str, key: str, found: Sequence[str], needed: Sequence[str]) -> ConfigError:
+    """Return the error about a column that does not exist, with those that no other key names, and one with quotes."""
+    left = [name for name in found if name not in needed]
+    if not left:
+        return ConfigError(f"{label} has no column {column}, but only {', '.join(found)}: add it, or use other data")
+    texts = [f"{key}={name}" for name in left]
     quoted = next((typed for text in texts if (typed := copyable_overrides(text)) != text), None)
     hint = f", with quotes as in {quoted}" if quoted else ""
-    return ConfigError(f"{label} has no column {column}: set {key} to one of {', '.join(found)}{hint}")
+    return ConfigError(f"{label} has no column {column}: set {key} to one of {', '.join(left)}{hint}")
 
 
 def refuse_wrong_rows(first: str, wrong: int, rows: str) -> ConfigError:

@@ -357,7 +357,7 @@ def check_columns(label: str, found: Sequence[str], dataset: DatasetConfig, form
     """Raise ConfigError if a column does not exist, with those that do. Without any, the first rows are wrong."""
     for key, column in zip(form.keys, form.columns(dataset), strict=True):
         if found and column not in found:
-            raise refuse_column(label, column, f"dataset.{key}", found)
+            raise refuse_column(label, column, f"dataset.{key}", found, form.columns(dataset))
 
 
 def _read(table: Table, dataset: DatasetConfig, form: RowFormat) -> Iterator[Row]:

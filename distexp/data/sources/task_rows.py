@@ -190,7 +190,8 @@ def _number_classes(
         if len(largest) < 10 and int(largest) < max(rows, len(known), FEW_CLASSES):
             names = [str(number) for number in range(max(len(known), int(largest) + 1))]
         else:
-            notes.append(f"classes are names and not numbers, because {largest} is not below the {rows} training rows")
+            limit = f"{FEW_CLASSES:,} or the {rows} training rows"
+            notes.append(f"classes are names and not numbers, because {largest} is not below {limit}")
     if len(names) < 2:
         raise ConfigError(f"the training rows have the classes {', '.join(names) or 'none'}: use rows of two or more")
     classes = {name: number for number, name in enumerate(names)}
