@@ -126,14 +126,14 @@ def explained_compilation(scope: str) -> Iterator[None]:
     try:
         yield
     except compilation.compile_errors() as error:
-        summary = first_line(error)
+        cause = getattr(error, "inner_exception", None) or error
         if out_of_memory_status(type(error).__name__, str(error)) is not None:
             raise
         if (number := refusal_number(error)) is not None:
             if (refused := _explain_full_cache(error, number)) is None:
                 raise
             raise refused from error
-        raise CompilationError(scope, f"{type(error).__name__}: {summary.rstrip('.')}") from error
+        raise CompilationError(scope, f"{type(cause).__name__}: {first_line(cause).rstrip('.')}") from error
 
 
 def _explain_full_cache(error: Exception, number: int) -> ConfigError | None:

@@ -92,6 +92,16 @@ def test_a_compiled_loss_has_no_logits_in_fp32() -> None:
         assert allocated(recorder) <= SIZE // 2 + 8 * 64 * 4
 
 
+def test_a_model_that_skips_paths_at_random_is_traced() -> None:
+    def forward(x: Tensor, w: Tensor) -> Tensor:
+        return ((x @ w) * torch.empty(64, 1, device=GPU).bernoulli_(0.5) + torch.rand(64, 64, device=GPU)).sum()
+
+    with compiling():
+        w = torch.empty(64, 64, device=GPU, requires_grad=True)
+        transforms.compile_forward(forward)(torch.empty(64, 64, device=GPU), w).backward()
+        assert w.grad is not None
+
+
 def test_compilation_of_runs_is_restored() -> None:
     original = transforms.compile_forward
     with compiling():

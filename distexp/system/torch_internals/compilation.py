@@ -142,11 +142,14 @@ def graph_backend(compile_graph: Callable[[torch.fx.GraphModule], Any]) -> Any:
     with explained("torch._functorch.partitioners, torch._inductor"):
         from torch._dynamo.backends.common import aot_autograd
         from torch._functorch.partitioners import min_cut_rematerialization_partition
+        from torch._guards import detect_fake_mode
         from torch._inductor.decomposition import select_decomp_table
         from torch._inductor.fx_passes.joint_graph import joint_graph_passes
+        from torch._inductor.virtualized import V
 
     def partition(joint: torch.fx.GraphModule, inputs: Any, **options: Any) -> Any:
-        joint_graph_passes(joint)
+        with V.set_fake_mode(detect_fake_mode(inputs)):  # The passes create the seeds of random numbers.
+            joint_graph_passes(joint)
         return min_cut_rematerialization_partition(joint, inputs, compiler="inductor", **options)
 
     return aot_autograd(
