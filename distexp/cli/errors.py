@@ -217,8 +217,10 @@ def _quote_values(value: str, *, is_swept: bool = True) -> str | None:
     # Hydra drops the spaces around a value without quotes.
     parts = [values] if not is_swept or os.path.exists(values) else [part.strip() for part in values.split(",")]
     texts = [part for part in parts if not os.path.exists(part)]  # A file may have any name.
-    if any(BRACKETS & set(text) or text.startswith("'") for text in texts):
-        return None
+    if any(
+        text[:1] in {"'", *BRACKETS} or any(text.count(a) != text.count(b) for a, b in ("[]", "{}")) for text in texts
+    ):
+        return None  # A list, a dictionary or a text in quotes, or a part of one.
     named = {part for part in parts if start and ARGUMENT.match(part)}
     odd = {part for part in parts if (NEEDS_QUOTES | BRACKETS) & set(part) or not part.isascii()} - named
     quoted = [quote_for_hydra(part) if part in odd else part for part in parts]

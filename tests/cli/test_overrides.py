@@ -66,6 +66,8 @@ def test_the_printed_quotes_keep_each_value(
     ("override", "value"),
     [
         ("trusted_packages=[päck,other]", ["päck", "other"]),
+        ("hydra.run.dir=it's [1]", "it's [1]"),
+        ('hydra.run.dir=a"b', 'a"b'),
         ("hydra.sweep.dir=runs é, 2", "runs é, 2"),  # Hydra refuses several values of such a key.
     ],
 )
