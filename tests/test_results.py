@@ -126,6 +126,12 @@ def test_the_accuracy_of_plan_in_the_readme_is_measured() -> None:
     others, found = (cells(f"plan_{name}_cut.json") for name in ("predicted", "measured"))
     assert len(found) == 12
     assert all(abs(others[run]["peak_allocated_mib"] / found[run]["peak_allocated_mib"] - 1) < 0.001 for run in found)
+    others, found = (cells(f"plan_{name}_architectures.json") for name in ("predicted", "measured"))
+    errors = [abs(others[run]["peak_allocated_mib"] / found[run]["peak_allocated_mib"] - 1) for run in found]
+    assert numbers(r"In (\d+) runs of 17 further architectures it was at most ([\d.]+) %, after") == [
+        len(found),
+        round(100 * max(errors), 1),
+    ]
     assert "In 24 runs of nine other models on one or two GPUs, and 12 of Llama's 8B shape on two or four, " in README
     assert "it was below 0.1 %" in README
     errors = errors_of_sweeps()
