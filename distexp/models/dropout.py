@@ -100,13 +100,17 @@ def fit_number(config: Any, name: str, value: Any) -> Any:
     return int(value) if is_for_integer and value.is_integer() else value
 
 
-def set_dropout(model: nn.Module, rate: float) -> None:
-    """Set the dropout rate of all modules; 0 is also that of skipped paths. Raise ConfigError if no module has one."""
-    found = False
+def set_dropout(model: nn.Module, rate: float, *, of_all: bool = True) -> None:
+    """Set the dropout rate of modules; 0 is also that of skipped paths.
+
+    With ``of_all``, raise ConfigError if no module has one. Without it, modules with a rate of 0 keep it.
+    """
+    found = not of_all
     for module in model.modules():
         attribute = _rate_name(module)
         if attribute and (not rate or not type(module).__name__.endswith(tuple(PATHS))):
-            setattr(module, attribute, rate)
+            if of_all or getattr(module, attribute):
+                setattr(module, attribute, rate)
             found = True
     if rate and not found:
         raise ConfigError(

@@ -57,7 +57,7 @@ def build(model: ModelConfig, num_classes: int) -> nn.Module:
         from distexp.models.bloom import use_attention
 
         use_attention(built, model.attention)
-    task_models.adapt_inputs(built, model)
+    task_models.adapt(built, model)
     return built
 
 

@@ -75,8 +75,15 @@ def is_of_head(model: Any, name: str) -> bool:
     return not name.startswith(f"{model.base_model_prefix}.") or ".pooler." in name
 
 
-def adapt_inputs(model: Any, settings: ModelConfig) -> None:
-    """Let ``forward`` take the inputs of the task: images by their name here, and labels for the decoder."""
+def adapt(model: Any, settings: ModelConfig) -> None:
+    """Let ``forward`` take the inputs of the task, and set a typed dropout in heads whose rate is a constant."""
+    if settings.dropout is not None:
+        set_dropout(model, settings.dropout, of_all=False)
+    if settings.task == "sequence_classification" and getattr(model.config, "summary_type", None) == "last":
+        raise ConfigError(
+            f"{type(model).__name__} reads the class of a text at its last position, which is padding in a batch: add "
+            "model.options.summary_type=first"
+        )
     if settings.traits.is_image:
         model.forward = _with_images(model.forward, "pixel_values")
     elif settings.task == "seq2seq_lm":

@@ -25,7 +25,7 @@ from distexp import __version__
 from distexp.compose.composition import Cell, MakeCell
 from distexp.config import ConfigError
 from distexp.config.custom_code import library_versions
-from distexp.config.overrides import copyable_command, format_count, shell_quote
+from distexp.config.overrides import format_count, path_argument, shell_quote
 from distexp.exceptions import SweepFailedError, SweepInterrupted
 from distexp.launch import node_setup
 from distexp.launch.run_dirs import locked_sweep_dir
@@ -121,6 +121,10 @@ def watch(model: Any, optimizer: Any, *, precision: str = "fp32") -> Any:
     return Watch(model, optimizer, Path(folder).absolute(), precision) if folder else SimpleNamespace(end=lambda: None)
 
 
+def _recorded_command(*folders: Path) -> str:
+    return " ".join(["distexp verify", RECORDED, *(shell_quote(path_argument(folder)) for folder in folders)])
+
+
 def compare_recordings(reference: Path, variant: Path, *, as_json: bool) -> None:
     """Compare the recordings of a script, of one process and of several, and print the result as ``run_verify``."""
     for folder in (reference, variant):
@@ -128,7 +132,7 @@ def compare_recordings(reference: Path, variant: Path, *, as_json: bool) -> None
             variable = f"{RECORDING_VARIABLE}={shell_quote(str(folder))}"
             raise ConfigError(f"{folder} has no recording: run your script with {variable}")
     if (workers := RunSettings.read(reference).world_size) > 1:
-        typed = copyable_command([RECORDED, "SINGLE", str(reference)], command="distexp verify")
+        typed = _recorded_command(Path("SINGLE"), reference)
         raise ConfigError(
             f"{reference} is a recording of {workers} workers, but the first folder must have that of one process: "
             f"run your script with {RECORDING_VARIABLE}=SINGLE without torchrun, and type {typed}"
@@ -138,7 +142,7 @@ def compare_recordings(reference: Path, variant: Path, *, as_json: bool) -> None
     directories = {"reference": str(reference), "noise": str(reference), "variant": str(variant)}
     settings, label = RunSettings.read(variant), variant.name
     phase = {"name": "script", "adds": f"recorded on {settings.world_size} workers", "directories": directories}
-    command = copyable_command([RECORDED, str(reference), str(variant)], command="distexp verify")
+    command = _recorded_command(reference, variant)
     header: Any = {"label": label, "command": command, "workers": settings.world_size, "precision": settings.precision}
     header |= {"versions": {"distexp": __version__, **library_versions()}, "reference": reference.name}
     planned = {"directory": str(variant), "skipped": {}, "header": header, "phases": [phase]}

@@ -328,6 +328,9 @@ def test_answers_of_a_conversation_are_the_targets_by_the_template_of_the_tokeni
         counts = [int((samples[index]["labels"][1:] != IGNORE).sum()) for index in range(len(samples))]
         assert token_counts(samples)[1].tolist() == counts  # type: ignore[union-attr]
     assert torch.equal(whole.train[0]["labels"], whole.train[0]["input_ids"])
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings | {"eos_token": settings["pad_token"]}))
+    other = load(*words, f"model.tokenizer={tmp_path}", "model.vocab_size=null").train[0]
+    assert other["input_ids"][-1] == AutoTokenizer.from_pretrained(tmp_path).pad_token_id != sample["input_ids"][-1]
 
 
 @pytest.mark.parametrize("legacy", [False, True])

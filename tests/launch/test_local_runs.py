@@ -181,6 +181,7 @@ def test_hydra_run_dir_is_used_for_one_run_only(one_worker: tuple[Path, str]) ->
     assert again.returncode == 2
     assert "contains a run already" in again.stderr
     assert f"distexp resume {run_dir}" in again.stderr
+    assert "not started" not in again.stdout
     other = run_module("distexp.resume", str(run_dir), "train.seed=7", cwd=run_dir.parent)
     assert other.returncode == 2
     assert f"{run_dir} contains a single run (hydra.run.dir), and the new overrides define" in other.stderr

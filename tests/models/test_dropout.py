@@ -96,6 +96,21 @@ def test_without_dropout_nothing_is_random(kind: str, rate: str, ending: str, tm
             check_layerdrop(models["0.2"])
 
 
+@pytest.mark.parametrize("rate", [0, 0.3])
+def test_a_head_with_a_constant_rate_has_the_typed_one(rate: float, tmp_path: Path) -> None:
+    """The heads of transformers for the tokens of decoders have a rate of 0.1, which no configuration names."""
+    from transformers import AutoConfig
+
+    AutoConfig.for_model(
+        "qwen3", hidden_size=8, num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1
+    ).save_pretrained(tmp_path)
+    words = ("model=hf", f"model.name={tmp_path}", "model.init=random", "model.task=token_classification")
+    with torch.device("meta"):
+        model = hf.build(resolve_cell(*words, "dataset=synthetic", f"model.dropout={rate}").model, 5)
+    assert largest_dropout(model) == rate
+    assert {module.p for module in model.modules() if isinstance(module, torch.nn.Dropout)} == {rate}
+
+
 def test_rates_of_stages_are_set_and_those_of_an_evaluation_stay(tmp_path: Path) -> None:
     from transformers import AutoConfig
 

@@ -304,6 +304,14 @@ def test_models_that_do_not_fit_are_refused_with_what_fits(tmp_path: Path) -> No
         task_models.check_images(model.to("meta"), 64)
 
 
+def test_a_classifier_of_the_last_position_is_refused_unless_it_reads_the_first(tmp_path: Path) -> None:
+    transformers.XLNetConfig(vocab_size=300, d_model=8, n_layer=1, n_head=2, d_inner=8).save_pretrained(tmp_path)
+    words = ("model=hf", f"model.name={tmp_path}", "model.init=random", "model.task=sequence_classification", SYNTHETIC)
+    with pytest.raises(ConfigError, match=r"at its last position, .* add model.options.summary_type=first$"):
+        hf.build(resolve_cell(*words).model, 5)
+    assert hf.build(resolve_cell(*words, "model.options.summary_type=first").model, 5).config.summary_type == "first"
+
+
 def test_a_model_with_windows_is_refused_for_smaller_images_and_not_changed(tmp_path: Path) -> None:
     config = transformers.SwinConfig(embed_dim=8, depths=[1, 1], num_heads=[1, 1], image_size=112, window_size=7)
     config.architectures = ["SwinForImageClassification"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import html
 import json
+import shlex
 import os
 import shutil
 import subprocess
@@ -331,14 +332,15 @@ def test_a_plain_script_is_compared_with_one_process(tmp_path: Path) -> None:
     broken.write_text(SCRIPT.read_text().replace("    optimizer.step()", f"    {REDUCED}\n    optimizer.step()"))
     record_forked(SCRIPT, tmp_path / "single")
     record(SCRIPT, tmp_path / "ddp", 2)
-    record_forked(broken, tmp_path / "broken", 2)
+    record_forked(broken, tmp_path / "b=1, 2", 2)
     results = {}
-    for folder, code in (("ddp", 0), ("broken", 1)):
+    for folder, code in (("ddp", 0), ("b=1, 2", 1)):
         done = run_distexp("verify", "--recorded", "single", folder, "--json", cwd=tmp_path)
         assert done.returncode == code, done.stderr
         (results[folder],) = json.loads(done.stdout)
+        assert shlex.split(results[folder]["command"])[-2:] == ["single", folder]
     assert {"samples", "initial", "gradient", "lr", "update", "state"} <= results["ddp"]["phases"][0]["worst"].keys()
-    assert (results["broken"]["cause"]["id"], results["broken"]["cause"]["step"]) == ("summed", 1)
+    assert (results["b=1, 2"]["cause"]["id"], results["b=1, 2"]["cause"]["step"]) == ("summed", 1)
     for folders, message in (
         (("single", "an other"), "an other has no recording: run your script with DISTEXP_VERIFY='an other'"),
         (("ddp", "single"), "ddp is a recording of 2 workers, but the first folder must have that of one process: run"),

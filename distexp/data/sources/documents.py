@@ -219,9 +219,10 @@ def _conversation_encoder(dataset: DatasetConfig, tokenizer: Tokenizer) -> Encod
     whole = partial(_encode_whole, encode=partial(chat, **options))
     parts = partial(_encode_parts, encode=lambda texts: chat(texts, **options)["input_ids"])
     encode = whole if getattr(chat, "is_fast", False) else parts  # Others do not know the place of a token.
-    return Encoder(
-        split, encode, ending=(), cuts=False, fingerprint=f"{tokenizer.fingerprint} {dataset.targets} {template}"
-    )
+    # A template may write special tokens, whose names are not in the fingerprint of a tokenizer.
+    special = f"{chat.special_tokens_map} {getattr(chat, 'split_special_tokens', False)}"
+    fingerprint = f"{tokenizer.fingerprint} {dataset.targets} {template} {special}"
+    return Encoder(split, encode, ending=(), cuts=False, fingerprint=fingerprint)
 
 
 def _load(

@@ -55,8 +55,9 @@ def run_cells(sweep: Sweep, sweep_dir: Path, shared_start: SharedStart, agent_co
     try:
         runner = CellRunner(sweep.context, screen, shared_start, agent_command)
         returns = [done for run in runs if (done := runner.run_if_free(run)) is not None]
-    except (InterruptedRunError, KeyboardInterrupt, OSError, ConfigError):
-        screen.show_interrupted()
+    except (InterruptedRunError, KeyboardInterrupt, OSError, ConfigError) as error:
+        if screen.shown or not isinstance(error, ConfigError):  # Else this command has left nothing to continue.
+            screen.show_interrupted()
         raise
     screen.show_comparison()
     if any(record.status in FAILURES for record in screen.records):
