@@ -309,7 +309,7 @@ def test_a_classifier_of_the_last_position_is_refused_unless_it_reads_the_first(
     words = ("model=hf", f"model.name={tmp_path}", "model.init=random", "model.task=sequence_classification", SYNTHETIC)
     with pytest.raises(ConfigError, match=r"at its last position, .* add model.options.summary_type=first$"):
         hf.build(resolve_cell(*words).model, 5)
-    assert hf.build(resolve_cell(*words, "model.options.summary_type=first").model, 5).config.summary_type == "first"
+    assert hf.build(resolve_cell(*words, "++model.options.summary_type=first").model, 5).config.summary_type == "first"
 
 
 def test_a_model_with_windows_is_refused_for_smaller_images_and_not_changed(tmp_path: Path) -> None:

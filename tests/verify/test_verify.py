@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 import html
 import json
-import shlex
 import os
+import shlex
 import shutil
 import subprocess
 import sys
