@@ -18,7 +18,7 @@ from distexp.cli.errors import suggest
 from distexp.cli.help_topics import first_sentence
 from distexp.cli.main import CommandParser
 from distexp.config.keys import options_of
-from distexp.config.overrides import is_override
+from distexp.config.overrides import copyable_overrides, is_override, override_of
 from distexp.exceptions import ConfigError, print_error, print_text, run_until_pipe_closes
 from distexp.launch.local.launcher import continue_after_hangup
 from distexp.runs.run_dir import OUTPUTS
@@ -73,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name in chosen:
         text = first_sentence("experiment", name, None if name in shipped else folder)
         lines = textwrap.wrap(text, columns, initial_indent=INDENT, subsequent_indent=INDENT) if text != "." else []
-        for line in (f"experiment={name}", *lines):
+        for line in (copyable_overrides(override_of("experiment", name)), *lines):
             print_text(line)
     return 0
 
@@ -89,7 +89,7 @@ def _check(name: str, overrides: Sequence[str]) -> int:
     Sweeps are left out, because ``--cfg`` prints one run.
     """
     single = [text for text in overrides if "," not in text or text.startswith("--")]
-    command = [sys.executable, "-m", "distexp", "--cfg", "job", f"experiment={name}", *single]
+    command = [sys.executable, "-m", "distexp", "--cfg", "job", override_of("experiment", name), *single]
     return subprocess.run(command, check=False, stdout=subprocess.DEVNULL).returncode
 
 
@@ -97,7 +97,7 @@ def _run_all(names: Sequence[str], overrides: Sequence[str]) -> int:
     """Run presets one after another and return the largest exit code; stop at a signal."""
     worst = 0
     for position, name in enumerate(names, 1):
-        options = [f"experiment={name}", *overrides]
+        options = [override_of("experiment", name), *overrides]
         print(f"\n[{position}/{len(names)}] {shlex.join(['distexp', *options])}", flush=True)
         code = _run([sys.executable, "-m", "distexp", *options])
         worst = max(worst, code)

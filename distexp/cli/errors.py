@@ -193,8 +193,8 @@ def _explain_syntax(override: str, reason: str) -> str:
             f"{override} is not KEY=VALUE: write for example strategy=fsdp. Separate several values with commas alone, "
             "as in zero_stage=1,2, and quote a value with spaces"
         )
-    if key in ("sweep.cells", SPACE) and (quoted := _quote_entries(override)):
-        return f"{override} needs quotes: write '{quoted}'"
+    if key in ("sweep.cells", SPACE) and (message := _explain_entries(override)):
+        return message
     if value == "~" or value.startswith("~/"):
         return home_message(key, value)
     if mistyped := _explain_signs(override, key, value):
@@ -255,9 +255,11 @@ def _length_error(key: str, parsed: Override) -> str | None:
     return info_of(spec).find_error(wrong[0]) if spec is not None and wrong else None
 
 
-def _quote_entries(override: str) -> str | None:
-    """Return a list of overrides with each one in quotes; None if it still cannot be parsed."""
+def _explain_entries(override: str) -> str | None:
+    """Return what to type for a list of overrides; None if it still cannot be parsed with each one in quotes."""
     key, _, value = override.partition("=")
+    if empty := re.search(r"[\w.]+=(?=[,\]\"']|$)", value):
+        return f"{override} has {empty[0]} without a value: write {empty[0]}VALUE"
     if key == SPACE and not value.startswith("["):
         value = f"[{value}]"
     quoted = f"{key}=" + UNQUOTED_OVERRIDE.sub(lambda found: _quote_override(found[0]), re.sub(r"[\"']", "", value))
@@ -265,7 +267,7 @@ def _quote_entries(override: str) -> str | None:
         parse([quoted])
     except OverrideParseException:
         return None
-    return quoted
+    return f"{override} needs quotes: write '{quoted}'"
 
 
 def _quote_override(text: str) -> str:

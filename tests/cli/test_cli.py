@@ -137,6 +137,7 @@ WRONG_WORDS = {  # command lines that are refused before Hydra starts, with a pa
     "choose choose.space=[strategy=ddp,deepspeed,offload,train.micro_batch_size]": (
         "needs quotes: write 'choose.space=[\"strategy=ddp,deepspeed\",offload,train.micro_batch_size]'\n"
     ),
+    "choose choose.space=sharding=": "has sharding= without a value: write sharding=VALUE\n",
     "choose choose.space=kernels,strategy=ddp": "needs quotes: write 'choose.space=[kernels,\"strategy=ddp\"]'\n",
     "choose choose.space=strategy=ddp,kernels": "needs quotes: write 'choose.space=[\"strategy=ddp\",kernels]'\n",
     "choose strategy=ddp,fsdp": "use choose.space: write choose.space='[\"strategy=ddp,fsdp\"]'\n",

@@ -315,6 +315,9 @@ def test_experiments_lists_and_runs_presets_of_a_folder(
     monkeypatch.setattr(experiments, "_run", lambda command: started.append(command[3:]) or 0)
     assert main(["experiments", "my", "--config-dir=my, conf", "train.seed=8"]) == 0
     assert started == [["experiment=my/zs", "train.seed=8", "--config-dir=my, conf"]]
+    preset.rename(preset.with_name("it's, 1.yaml"))
+    assert main(["experiments", "my", "--config-dir=my, conf", "train.seed=8"]) == 0
+    assert started[1:] == [["experiment='my/it\\'s, 1'", "train.seed=8", "--config-dir=my, conf"]]
     for arguments, message in (
         (("--config-dir", "none"), "none is no folder: give an existing one to --config-dir"),
         (("-m", "ddp", "scale=tiny"), "-m is not an option: see distexp experiments --help"),
