@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from distexp.config import Config
+from distexp.config.model_checks import names_source
 from distexp.hardware.facts import facts
 from distexp.measure.memory.step_parts import PARTS
 from distexp.plan.replay import PlanError, Point, Replay, StepTrace, host_peak, replay
@@ -178,6 +179,8 @@ def model_size(config: Config, trace: StepTrace) -> tuple[int, int]:
     """Return the number of parameters of the whole model, and of its output head if that is tied to the embedding."""
     model = config.model
     tied = (model.vocab_size or 0) * (model.hidden_size or 0) if ties_embeddings(model) else 0
+    if names_source(model) and model.init == "random":  # Pretrained weights are read into an empty model.
+        tied = trace.tied_parameters
     return parameter_count(model) or trace.parameters, tied
 
 

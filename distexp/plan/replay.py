@@ -243,6 +243,7 @@ class StepTrace:
     evaluation: tuple[Event, ...] = ()  # a batch of the evaluation after the step
     work: StepWork | None = None  # what the step computes; None if it was not counted
     parameters: int = 0  # number of parameters of the whole model; a shared weight counts once
+    tied_parameters: int = 0  # of the output head, if it is the embedding
     trained_share: float = 1.0  # share of them that is trained
     other_ranks: tuple[int, ...] = ()  # whose peak may be higher
 

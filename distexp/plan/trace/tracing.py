@@ -127,6 +127,7 @@ def _record(config: Config, rank: int, *, images_on_gpu: bool, on_gpu: bool) -> 
             stack.enter_context(traced_run.without_padding())
         vocabulary = _vocabulary(blueprint.model)
         sizes, trained = parameter_sizes(blueprint.model)
+        tied = _tied_parameters(blueprint.model)
         stack.enter_context(fake_mode)
         stack.enter_context(recorder.recording())
         stack.enter_context(cuda_semantics.CudaFunctions(start_backward, on_gpu=on_gpu).used())
@@ -152,7 +153,16 @@ def _record(config: Config, rank: int, *, images_on_gpu: bool, on_gpu: bool) -> 
         # The model is freed after this block, which is no part of the step.
         trace = recorder.trace(end, vocabulary, cublas_workspace(config.plan.gpu) if on_gpu else 0)
         share, others = sum(trained) / max(1, sum(sizes)), getattr(step.model, "other_ranks", ())
-        return replace(trace, work=work, parameters=sum(sizes), trained_share=share, other_ranks=others)
+        known: dict[str, Any] = {"parameters": sum(sizes), "tied_parameters": tied, "trained_share": share}
+        return replace(trace, work=work, other_ranks=others, **known)
+
+
+def _tied_parameters(model: nn.Module) -> int:
+    """Return the parameters of the output head if its weight is that of the embedding, else 0."""
+    weights = (getattr(transforms.embedding_of(model, side), "weight", None) for side in ("input", "output"))
+    embedding: Any
+    embedding, head = weights
+    return int(embedding.numel()) if head is not None and head is embedding else 0
 
 
 def _replacements(
