@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import hydra
 import hydra._internal.hydra as hydra_app
+import hydra._internal.utils as hydra_utils
 from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
@@ -42,7 +43,6 @@ def main(arguments: Sequence[str], command: Command = Command.TRAIN, added: Sequ
     ``added`` has the overrides that the command puts in front of the typed ones.
     """
     wants_trace = os.environ.get(TRACE_VARIABLE) == "1"
-    os.environ[TRACE_VARIABLE] = "1"  # Hydra then raises its errors instead of printing them
     try:
         return _run_hydra(arguments, command, added)
     except WRONG as error:
@@ -65,9 +65,6 @@ def main(arguments: Sequence[str], command: Command = Command.TRAIN, added: Sequ
         message = explain_os_error(error, resumes=sets_key(arguments, "sweep.resume"), key=key)
         print_error(describe_os_error(error) if prints_only else f"the sweep stops: {message}")
         return 1
-    finally:
-        if not wants_trace:
-            del os.environ[TRACE_VARIABLE]
 
 
 def _all_errors(arguments: Sequence[str], command: Command, added: Sequence[str], error: Exception) -> list[str]:
@@ -129,6 +126,8 @@ def _run_hydra(arguments: Sequence[str], command: Command, added: Sequence[str])
     register_schema(command)
     use_checked_loader()
     vars(hydra_app)["Hydra"] = _MultirunHydra
+    # Hydra raises its errors instead of printing them, as with HYDRA_FULL_ERROR=1, which workers would read too.
+    vars(hydra_utils)["_is_env_set"] = lambda name: True
     Plugins.instance()  # before the current folder is searched, so that Hydra loads no plugin from there
     if not {"", os.getcwd()} & set(sys.path):
         sys.path.append(os.getcwd())  # so that custom packages are found as with `python -m`
