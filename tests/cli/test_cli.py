@@ -651,7 +651,7 @@ def test_help_is_a_command_too() -> None:
         ("train", ("  train.num_epochs\n", "Passes over the training set.")),
         ("lr", ("train.learning_rate\n", "Values: at least 0.", "Default: 5e-05.")),
         ("cluster.nodes", ("cluster.nodes\n", "distexp cluster.nodes=VALUE")),
-        ("sequence_length", ("dataset.max_length\n", "Length at which texts")),
+        ("sequence_length", ("dataset.max_length\n", "Most tokens of a sample")),
         ("FSDP", ("strategy=fsdp\n", "FSDP2")),
         ("profile", ("profile\n", "train.profile_steps=3", "distexp profile=VALUE")),
         ("choose.gpus", ("choose.gpus\n", "  distexp choose choose.gpus=VALUE")),
