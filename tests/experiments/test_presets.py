@@ -295,8 +295,8 @@ def test_experiments_lists_presets_with_their_first_sentence(tmp_path: Path) -> 
 
 
 def test_each_pattern_of_experiments_must_match(capsys: pytest.CaptureFixture[str]) -> None:
-    assert experiments.main(["fsdp", "memroy"]) == 2
-    assert capsys.readouterr() == ("", "distexp: no preset matches memroy: distexp experiments lists them\n")
+    assert experiments.main(["fsdp", "mem0ry"]) == 2
+    assert capsys.readouterr() == ("", "distexp: no preset matches mem0ry: distexp experiments lists them\n")
     assert experiments.main(["time", "memory/*"]) == 0
     assert set(re.findall(r"experiment=(\w+)/", capsys.readouterr().out)) == {"time", "memory"}
 
