@@ -279,6 +279,7 @@ def test_attention_keeps_what_it_kept_on_an_h200(kept: float, dtype: str, option
 
     Without the casts that autocast caches, and the workspace of cuBLAS, which were 40 MiB or less.
     """
+    options = dict(options)
     size, value_size = options.pop("size", 64), options.pop("value_size", 64)
     keys, batch, mask = options.pop("keys", 12), options.pop("batch", 16), options.pop("mask", None)
     leaves = [

@@ -159,10 +159,9 @@ def _record(config: Config, rank: int, *, images_on_gpu: bool, on_gpu: bool) -> 
 
 def _tied_parameters(model: nn.Module) -> int:
     """Return the parameters of the output head if its weight is that of the embedding, else 0."""
-    weights = (getattr(transforms.embedding_of(model, side), "weight", None) for side in ("input", "output"))
-    embedding: Any
-    embedding, head = weights
-    return int(embedding.numel()) if head is not None and head is embedding else 0
+    sides = (transforms.embedding_of(model, side) for side in ("input", "output"))
+    embedding, head = (getattr(side, "weight", None) for side in sides)
+    return head.numel() if isinstance(head, Tensor) and head is embedding else 0
 
 
 def _replacements(
