@@ -161,7 +161,7 @@ def _tied_parameters(model: nn.Module) -> int:
     """Return the parameters of the output head if its weight is that of the embedding, else 0."""
     sides = (transforms.embedding_of(model, side) for side in ("input", "output"))
     embedding, head = (getattr(side, "weight", None) for side in sides)
-    return head.numel() if isinstance(head, Tensor) and head is embedding else 0
+    return head.numel() if embedding is head and isinstance(head, Tensor) else 0
 
 
 def _replacements(
