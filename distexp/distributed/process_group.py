@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from distexp.config import ConfigError
 from distexp.distributed.context import Context
 from distexp.runs.record import RunSpec
+from distexp.system.torch_internals import pooling
 from distexp.system.torch_internals.collectives import set_default_timeout
 from distexp.system.units import GIB, MIB
 
@@ -98,6 +99,8 @@ def join(spec: RunSpec, run_dir: Path, store: Store | None = None, *, overhead_m
         torch.cuda.set_device(device)
         if spec.config.cluster.gpu_memory_limit_gb is not None:
             limit_memory(device, spec.config.cluster.gpu_memory_limit_gb, overhead_mib)
+        if spec.config.model.traits.is_image:
+            pooling.repair_kernel(device)
     timeout = collective_timeout(spec.config.cluster.hang_timeout_min)
     set_default_timeout(timeout)
     if store is None:

@@ -25,7 +25,7 @@ from distexp.models.dropout import dropout_rates, zero_hint
 from distexp.models.objective import Entropy, entropy_of
 from distexp.runs.texts import out_of_memory_status, refusal_number
 from distexp.system.cache_dir import VARIABLE, cache_dir, explain_refusal
-from distexp.system.torch_internals import compilation
+from distexp.system.torch_internals import compilation, pooling
 
 BACKEND = "inductor"
 """Backend of ``torch.compile``. Tests choose a faster one."""
@@ -59,6 +59,7 @@ def transform_blocks(model: nn.Module, config: Config) -> None:
 
 def compile_forward(forward: Callable[..., Any], **options: Any) -> Callable[..., Any]:
     """Return a compiled function. ``distexp.plan.trace.compiled`` replaces this one."""
+    pooling.repair_compiled()
     compiled: Callable[..., Any] = torch.compile(forward, backend=BACKEND, **options)
     return compiled
 

@@ -189,3 +189,21 @@ def mean_or_none(values: Iterable[float]) -> float | None:
 def cpu_peak_mib(memory: Mapping[str, Any]) -> float | None:
     """Return the largest CPU memory of a node in the phases that count, in MiB; None if it was not measured."""
     return max(device_values(memory.get("cpu"), "peak_mib"), default=None)
+
+
+OTHER_MIB = 256.0  # GPU memory of other processes that counts; a display or a monitor takes less
+
+
+def gpu_peak_mib(entry: Mapping[str, Any]) -> float | None:
+    """Return the peak of a GPU in an entry of ``memory["gpu"]``, in MiB; None if it was not measured.
+
+    If other processes held memory of the GPU, it is that of the run's own processes, if NVML lists them. Raise
+    TypeError or ValueError.
+    """
+    peak, own = (next(iter(device_values([entry], key)), None) for key in ("peak_mib", "job_peak_mib"))
+    return own if peak and own and peak - own >= OTHER_MIB else peak
+
+
+def gpu_peaks_mib(memory: Mapping[str, Any]) -> list[float]:
+    """Return the peak of each GPU in MiB, of those that were measured."""
+    return [peak for entry in memory.get("gpu") or () if (peak := gpu_peak_mib(entry)) is not None]

@@ -85,6 +85,9 @@ def silence_libraries() -> None:
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     # Gradients of convolutions are channels-last too, and DDP warns about the strides of axes of length 1.
     warnings.filterwarnings("ignore", message="Grad strides do not match bucket view")
+    # Each cycle of the profiler is one step. In fp32 nothing is rounded to TF32, by design.
+    warnings.filterwarnings("ignore", message="Warning: Profiler clears events")
+    warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores for float32")
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # "No CUDA runtime", on a CPU
 
 

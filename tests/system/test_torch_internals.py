@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.nn import functional
 
-from distexp.system.torch_internals import tensors
+from distexp.models.transforms import compile_forward
+from distexp.system.torch_internals import pooling, tensors
 from distexp.system.torch_internals.collectives import (
     FSDPPolicies,
     fake_process_group,
@@ -110,3 +114,28 @@ def test_what_reads_a_weight_gets_its_values() -> None:
     assert half.float().min() >= 2.0
     assert mean.item() == pytest.approx(2.5, abs=1e-2)
     assert weight.min() < 0.0
+
+
+@pytest.mark.parametrize(
+    "options", [([3, 3], [2, 2], [1, 1], False, True, None), ([3, 3], [2, 2], [1, 1], True, False, 5)]
+)
+def test_the_repaired_kernel_has_the_gradients_and_the_format_of_torch(options: tuple[Any, ...]) -> None:
+    """The kernel of CUDA for channels-last images ignores the padding, so the repair computes contiguous ones."""
+    images = torch.randn(2, 3, 8, 8).contiguous(memory_format=torch.channels_last).requires_grad_()
+    pooled = functional.avg_pool2d(images, *options)
+    gradient = torch.randn_like(pooled)
+    (expected,) = torch.autograd.grad(pooled, images, gradient)
+    found = pooling.backward_of_contiguous(gradient, images.detach(), *options)
+    assert torch.equal(found, expected)
+    assert found.stride() == expected.stride()
+    assert pooling.has_right_kernel(torch.device("cpu"))
+
+
+@pytest.mark.slow
+def test_compiled_windows_over_the_edge_have_the_gradients_of_eager_code() -> None:
+    def gradient(pool: Callable[[Tensor], Tensor]) -> Tensor:
+        images = torch.ones(1, 1, 7, 7, requires_grad=True)
+        return torch.autograd.grad(pool(images).sum(), images)[0]
+
+    pool = nn.AvgPool2d(2, ceil_mode=True)
+    assert torch.equal(gradient(compile_forward(pool.forward)), gradient(pool))
