@@ -134,7 +134,7 @@ class Comparison:
             expected, noisy, found = (each["loss"] for each in (reference, noise, variant))
             # The noise of one number may be small by coincidence, but the weights differ as before, or more.
             self.loss_noise = max(self.loss_noise, relative(noisy, expected))
-            error = self._loss_error(expected, noisy, found, self.loss_noise)
+            error = self._loss_error(expected, noisy, found, number, self.loss_noise)
             self.add("loss", step, {"loss": error}, value=found, expected=expected)
         self._compare_gradients(number)
         # Clipped gradients do not have the norm that is reported.
@@ -181,9 +181,14 @@ class Comparison:
         sizes = [sum(distance(each[name], right[name], 2) ** 2 for name in names) for each in (noisy, found)]
         return max(1.0, (sizes[1] / sizes[0]) ** 0.5) if sizes[0] else 1.0
 
-    def _loss_error(self, reference: float, noise: float, variant: float, least: float) -> tuple[float, float]:
-        """Return the relative error of a loss and its bound, from the noise of the loss or at least some other."""
-        noisy = max(relative(noise, reference), least)
+    def _loss_error(
+        self, reference: float, noise: float, variant: float, updates: int, least: float
+    ) -> tuple[float, float]:
+        """Return the relative error of a loss after a number of updates, and its bound.
+
+        The bound follows from the noise of the loss, or at least some other, and from how far the weights are apart.
+        """
+        noisy = self._drift(updates) * max(relative(noise, reference), least)
         return relative(variant, reference), max(LOSS_FLOOR[self.precision], self.margin * noisy)
 
     def _compare_tensors(
@@ -201,7 +206,8 @@ class Comparison:
         floor = self.floor * (1.0 if kind == "gradient" else SUMMED)
         if kind == "gradient" and self.precision != "fp32":
             floor = max(floor, self.margin * self._noise(step - 1))
-        margin = self.margin * (self._drift(step - 1) if kind in ("gradient", "state") else 1.0)
+        updates = {"gradient": step - 1, "state": step - 1, "buffer": step}.get(kind, 0)
+        margin = self.margin * self._drift(updates)
         errors = {}
         for name in filter(variant.__contains__, reference):  # in the order of the model
             scale = max(sizes.get(name, 0.0), least, 1e-30)
@@ -308,7 +314,7 @@ class Comparison:
             self._compare_tensors("buffer", step, [each["buffers"] for each in (expected, noise, variant)])
             # In 16 bits the noise run is in fp32, and gradients differ more than losses.
             least = self._noise(step - 1) if self.precision == "fp32" else 0.0
-            errors = {"loss": self._loss_error(expected["loss"], noise["loss"], variant["loss"], least)}
+            errors = {"loss": self._loss_error(expected["loss"], noise["loss"], variant["loss"], step, least)}
             if variant["samples"] != expected["samples"]:
                 errors["samples"] = (1.0, 0.5)
             self.add("evaluation", step, errors, value=variant["loss"], expected=expected["loss"])

@@ -97,7 +97,7 @@ class Explanation:
             found = f"the {first.kind} of the optimizer is {detail['value']} instead of {detail['expected']}"
             return Cause("hyperparameter", f"{found}: it is not that of the configuration")
         values = f": {detail['value']:.6g} instead of {detail['expected']:.6g}" if "expected" in detail else ""
-        if values and self._is(detail["value"], self.workers * detail["expected"]):
+        if values and self.workers > 1 and self._is(detail["value"], self.workers * detail["expected"]):
             values += f", so it is summed over the {self.workers} workers"
         texts = {
             "initial": f"the initial weights are not those of the seed, first {first.worst}: weights are not loaded, "

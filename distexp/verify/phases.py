@@ -186,6 +186,8 @@ def _plan_phase(variant: PlannedVariant, phase: Phase, cell: Cell, make: MakeCel
     phase = replace(phase, accumulation=phase.accumulation * config.parallel.pipeline)  # enough for each schedule
     changed = [*phase_overrides(phase, config), *_batch(size, phase.accumulation)]
     own = replace_overrides(cell.overrides, [*changed, *copy_without_varied(config, variant.directory)])
+    if not phase.keeps_optimizer:  # for AdamW only
+        own = [text for text in own if key_of(text) != "train.fused_update"]
     single = [text for text in own if not _chooses_strategy(text)]
     single = replace_overrides(single, [quote_choice(text, config_groups()) for text in SINGLE])
     split = size if depends_on_micro_batch(config) else size * world
