@@ -91,20 +91,19 @@ class RunTrace:
 
 def load_traces(overview: Overview, chosen: Sequence[str] = ()) -> list[RunTrace]:
     """Read the traces of the chosen runs, or of the most informative trainings."""
-    return [_with_curves(trace) for trace in load_losses(overview, chosen)]
-
-
-def load_losses(overview: Overview, chosen: Sequence[str] = ()) -> list[RunTrace]:
-    """Read the steps of the same runs as load_traces, and nothing else."""
-    groups = [group for group in overview.groups if any(row.path for row in group.rows)]
+    groups = _started(overview)
     named = [group for group in groups if any(row.label in chosen for row in group.rows)]
     drawn = named if chosen else most_informative(groups)
-    return [_read_losses(group, chosen, overview.format_settings(group)) for group in drawn]
+    return [_with_curves(_read_losses(group, chosen, overview.format_settings(group), MAX_POINTS)) for group in drawn]
 
 
-def most_informative(groups: Sequence[RunGroup]) -> list[RunGroup]:
+def _started(overview: Overview) -> list[RunGroup]:
+    groups = (group for group in overview.groups if any(row.path for row in group.rows))
+    return [group for group in groups if group.status != "invalid"]
+
+
+def most_informative(started: Sequence[RunGroup]) -> Sequence[RunGroup]:
     """Return at most MAX_TRACES groups: the fastest, the smallest and those out of memory come first."""
-    started = [group for group in groups if group.status != "invalid"]
     if len(started) <= MAX_TRACES:
         return started
     kept: list[RunGroup] = _ranked(started, SPEED, largest=True)[:3]
@@ -120,11 +119,11 @@ def _ranked(groups: Sequence[RunGroup], name: str, *, largest: bool) -> list[Run
     return [groups[n] for _, n in sorted(known, reverse=largest)]
 
 
-def _read_losses(group: RunGroup, chosen: Sequence[str], settings: str) -> RunTrace:
+def _read_losses(group: RunGroup, chosen: Sequence[str], settings: str, points: int | None) -> RunTrace:
     preferred = [row for row in group.rows if row.label in chosen] or list(group.counted_rows)
     row = next((row for row in preferred if row.path), group.rows[0])
     assert row.path is not None
-    return RunTrace(group, row, settings, tuple(read_steps(row.path.parent / METRICS)))
+    return RunTrace(group, row, settings, tuple(read_steps(row.path.parent / METRICS, points)))
 
 
 def _with_curves(trace: RunTrace) -> RunTrace:
@@ -137,13 +136,13 @@ def _with_curves(trace: RunTrace) -> RunTrace:
     return replace(trace, memory=memory.curves, phases=memory.phases, predicted=curve, lanes=lanes, profiles=profiles)
 
 
-def read_steps(path: Path) -> list[dict[str, Any]]:
-    """Return the lines of metrics.jsonl, thinned evenly; empty without the file."""
+def read_steps(path: Path, points: int | None) -> list[dict[str, Any]]:
+    """Return the lines of metrics.jsonl, thinned evenly to a number of points; empty without the file."""
     try:
         found = [step for step in read_entries(path) if isinstance(step.get("step"), int)]
     except OSError:
         return []
-    stride = max(1, -(-len(found) // MAX_POINTS))
+    stride = max(1, -(-len(found) // points)) if points else 1
     return [step for n, step in enumerate(found) if n % stride == 0 or n == len(found) - 1]
 
 
@@ -238,16 +237,9 @@ Losses = dict[int, float]  # loss by step
 
 
 def describe_same_training(overview: Overview) -> Iterator[str]:
-    """Yield which runs trained the same model. Of many runs, only the most informative ones are compared."""
-    curves = [LossCurve.of(trace) for trace in load_losses(overview)]
-    sentences = list(compare_losses([curve for curve in curves if curve.training]))
-    yield from sentences
-    if sentences and len(curves) < len(overview.groups):
-        yield f"Losses were compared for {len(curves)} of {len(overview.groups)} trainings, which the report draws."
-
-
-def compare_losses(curves: Sequence[LossCurve]) -> Iterator[str]:
-    """Report which runs trained the same model: at each logged step their losses agree."""
+    """Yield which runs trained the same model: at each logged step their losses agree. All steps are compared."""
+    read = (_read_losses(group, (), overview.format_settings(group), None) for group in _started(overview))
+    curves = [curve for curve in map(LossCurve.of, read) if curve.training]
     trainings: dict[str, list[LossCurve]] = {}
     for curve in curves:
         settings = {
@@ -260,7 +252,7 @@ def compare_losses(curves: Sequence[LossCurve]) -> Iterator[str]:
         ).append(curve)
     several_tasks = len({task_name(curve.trace.row.settings) for curve in curves}) > 1
     for alike in trainings.values():
-        if any(one.steps & other.steps for one, other in combinations(alike, 2)):
+        if sum(len(curve.steps) for curve in alike) > len(set().union(*(curve.steps for curve in alike))):
             yield _compare(alike, task_name(alike[0].trace.row.settings) if several_tasks else "")
 
 
@@ -273,18 +265,17 @@ def _switch_off(config: Mapping[str, Any]) -> str:
 
 def _compare(curves: Sequence[LossCurve], task: str) -> str:
     """Describe the largest difference of any two runs at a step that both logged."""
-    pairs = list(combinations(curves, 2))
     batch = global_batch(curves[0].trace.row.settings)
     details = ", ".join(filter(None, [task, f"global batch {batch}" if batch else ""]))
     runs = f"{len(curves)} runs" + (f" ({details})" if details else "")
-    for one, other in pairs:
-        if steps := (one.invalid & other.training.keys()) | (other.invalid & one.training.keys()):
-            pair = f"{one.name} and {other.name}"
-            return f"Different losses: {runs}. At step {min(steps)} one of {pair} has no finite loss."
+    invalid, finite = (set().union(*(getattr(curve, name) for curve in curves)) for name in ("invalid", "training"))
+    if steps := invalid & finite:
+        names = [next(c.name for c in curves if min(steps) in getattr(c, kind)) for kind in ("invalid", "training")]
+        pair = " and ".join(curve.name for curve in curves if curve.name in names)
+        return f"Different losses: {runs}. At step {min(steps)} one of {pair} has no finite loss."
     built = [curve.trace.row.record.built for curve in curves]
     batch_norms = BATCH_NORMS if any(model and model.channels_last is not None for model in built) else ""
-    differences = ((*largest_difference(one, other), one, other) for one, other in pairs)
-    largest, step, one, other = max(differences, key=lambda difference: difference[0])
+    largest, step, one, other = _widest_difference(curves, "training")
     if largest > curves[0].tolerance:
         pair = f"{one.name} and {other.name}"
         difference = f"Different losses: {runs} differ by up to {100 * largest:.2g}%, at step {step} of {pair}."
@@ -293,10 +284,10 @@ def _compare(curves: Sequence[LossCurve], task: str) -> str:
         ]
         return f"{difference} {DROPOUT.format(_switch_off(configs[0]))}" if configs else difference + batch_norms
     gap = f"agree within {100 * largest:.2g}%" if largest else "are equal"
-    evaluated = ((*largest_difference(one, other, "evaluation"), one, other) for one, other in pairs)
-    apart, step, one, other = max(evaluated, key=lambda difference: difference[0])
-    alike = [(one, other) for one, other in pairs if one.steps == other.steps]
-    missing = [(one, other) for one, other in alike if one.evaluation.keys() ^ other.evaluation.keys()]
+    apart, step, one, other = _widest_difference(curves, "evaluation")
+    firsts = [next(first for first in curves if first.steps == curve.steps) for curve in curves]
+    alike = zip(firsts, curves, strict=True)
+    missing = [pair for pair in alike if pair[0].evaluation.keys() ^ pair[1].evaluation.keys()]
     if missing and all(curve.trace.row.record.metrics.eval_losses for curve in curves):
         one, other = missing[0]
         return f"Different losses: {runs}. One of {one.name} and {other.name} has no finite evaluation loss."
@@ -305,9 +296,21 @@ def _compare(curves: Sequence[LossCurve], task: str) -> str:
             f"Same training losses, but other evaluation losses: {runs} {gap} in training, and differ by up to "
             f"{100 * apart:.2g}% in the evaluation at step {step} of {one.name} and {other.name}.{batch_norms}"
         )
-    is_complete = all(one.steps == other.steps for one, other in pairs)
+    is_complete = all(curve.steps == curves[0].steps for curve in curves)
     compared = f"Same training: losses of {runs} {gap} at every {'logged' if is_complete else 'common logged'} step."
     return f"{compared}{_describe_proofs(curves)}"
+
+
+def _widest_difference(curves: Sequence[LossCurve], kind: str) -> tuple[float, int, LossCurve, LossCurve]:
+    """Return the largest relative difference of two runs, its step and the runs: the extremes of that step."""
+    found = (0.0, 0, curves[0], curves[0])
+    for step in sorted(set().union(*(getattr(curve, kind) for curve in curves))):
+        losses = {number: curve_losses[step] for number, curve in enumerate(curves)
+                  if step in (curve_losses := getattr(curve, kind))}  # fmt: skip
+        one, other = sorted((min(losses, key=losses.__getitem__), max(losses, key=losses.__getitem__)))
+        size = abs(relative_differences({step: losses[one]}, {step: losses[other]})[step])
+        found = max(found, (size, step, curves[one], curves[other]), key=lambda difference: difference[0])
+    return found
 
 
 def _describe_proofs(curves: Sequence[LossCurve]) -> str:

@@ -25,7 +25,7 @@ from distexp.report.traces import (
     RunTrace,
     all_coincide,
     any_overlap,
-    compare_losses,
+    describe_same_training,
     largest_difference,
     loss_range,
     relative_differences,
@@ -48,7 +48,7 @@ def build_losses(overview: Overview, traces: Sequence[RunTrace]) -> Figure | Non
     curves = [curve for curve in map(LossCurve.of, traces) if curve.training]
     if not curves:
         return None
-    caption, sentences = describe_selection(overview, traces), tuple(compare_losses(curves))
+    caption, sentences = describe_selection(overview, traces), tuple(describe_same_training(overview))
     finding = _find(curves, sentences)
     if len(curves) > 1 and all_coincide(curves):
         return replace(_difference_figure(overview, curves, caption, sentences), finding=finding)

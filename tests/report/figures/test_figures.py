@@ -405,6 +405,26 @@ def test_losses_are_compared_only_at_common_steps(
     assert [text[: len(start)] for text in found] == [start] * bool(start)
 
 
+def test_all_steps_of_all_runs_are_compared_also_those_that_are_not_drawn(tmp_path: Path) -> None:
+    runs = [enrich(record(n, train__activation_budget=(n + 1) / 20, peak=1000.0)) for n in range(12)]
+    path = with_traces(tmp_path, runs)
+    lines = [{"step": step, "loss": 2.0} for step in range(1, 1001)]
+    for run in runs:
+        text = "".join(f"{json.dumps(line)}\n" for line in lines)
+        (path / str(run.run.number) / "metrics.jsonl").write_text(text)
+    assert [*describe_same_training(overview(path))] == [
+        "Same training: losses of 12 runs (global batch 8) are equal at every logged step."
+    ]
+    lines[502]["loss"] = 2.5
+    (path / "6" / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    (found,) = describe_same_training(overview(path))
+    assert found.startswith("Different losses: 12 runs (global batch 8) differ by up to 20%, at step 503 of run 0")
+    assert "and run 6" in found
+    losses = figures(path)["losses"]
+    assert losses.sentences == (found,)
+    assert losses.finding == "Losses differ"
+
+
 def test_losses_of_different_global_batches_are_not_compared(tmp_path: Path) -> None:
     runs = [enrich(record(n, train__micro_batch_size=4 * (n + 1))) for n in range(2)]
     assert figures(with_traces(tmp_path, runs))["losses"].sentences == ()
