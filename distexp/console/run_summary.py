@@ -17,7 +17,7 @@ from distexp.runs.memory_trace import PEAK_PARTS, highest_peak, tensor_entries
 from distexp.runs.metrics import Metrics
 from distexp.runs.record import RunRecord, RunSpec
 from distexp.strategies.base import strategy_label
-from distexp.system.typed_values import cpu_peak_mib, device_values
+from distexp.system.typed_values import cpu_peak_mib, device_values, gpu_peak_mib
 from distexp.system.units import MIB, format_amount, format_memory, format_tflops
 
 # Messages about energy, padding, operators, and other programs.
@@ -148,7 +148,7 @@ def _ways(config: Mapping[str, Any]) -> Iterator[str]:
 
 
 IMPORTANT = (
-    *("error", "GPU memory", "largest", "would fit", "interconnect", "matrix ceiling"),
+    *("error", "GPU memory", "would fit", "largest", "interconnect", "matrix ceiling"),
     *("throughput", "peak memory", "eval loss", "train loss", "answers", "eval accuracy", "runtime", "not measured"),
     *("slow ranks", "busy cores", "uneven steps", "padding", "model FLOPs", "step time", "prediction", "communication"),
 )
@@ -231,7 +231,10 @@ def _built(record: RunRecord) -> Iterator[tuple[str, str]]:
 
 def _memory(record: RunRecord) -> Iterator[tuple[str, str]]:
     memory = [
-        *(f"GPU {entry['index']} of node {entry['node']} {_mib(entry['peak_mib'])}" for entry in record.memory["gpu"]),
+        *(
+            f"GPU {entry['index']} of node {entry['node']} {_mib(gpu_peak_mib(entry))}"
+            for entry in record.memory["gpu"]
+        ),
         *(f"CPU of node {entry['node']} {_mib(entry.get('peak_mib'))}" for entry in record.memory["cpu"]),
     ]
     if memory:

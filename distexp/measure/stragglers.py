@@ -12,7 +12,7 @@ from typing import Any
 from distexp.measure.memory.sampler import TRAINING_PHASES, known_values
 from distexp.runs.events import phase_intervals, read_phase_events
 from distexp.runs.memory_trace import GPU, MemorySample, group_by_device, read_memory_trace
-from distexp.system.typed_values import mean_or_none
+from distexp.system.typed_values import OTHER_MIB, mean_or_none
 
 MIN_STEPS, MIN_STEPS_CPU = 8, 30  # watched steps to compare ranks; other programs disturb CPUs for many steps
 SLOWER, SLOWER_CPU = 0.05, 0.1  # a straggler's own time is longer than that of the others by this fraction of it
@@ -160,7 +160,6 @@ POWER_CAP = 0x04  # the power limit reduces the clocks, which is usual for a GPU
 MIN_SHARE = 0.1  # share of the samples of the training in which a slowdown counts
 POWER_CAP_MORE = 0.2  # share of the samples by which the power limit acts more often than on the other GPUs
 LOWER_CLOCK = 0.03  # fraction by which the clock is lower than that of the other GPUs
-OTHER_MIB = 256.0  # Memory of other processes that counts. A display or a monitor takes less.
 
 
 @dataclass(frozen=True)

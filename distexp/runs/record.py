@@ -68,7 +68,8 @@ class RunRecord:
         parts={
             ".gpu[]": "GPU memory from NVML: `node`, `index`, `peak_mib`, `average_mib`, `mode_mib`, `phases`, ...; "
             "over the training steps alone `training_average_mib`, `training_mode_mib`. Peak, average and mode leave "
-            "out the phases `compiling` and `search`, and what follows the start of `profile`.",
+            "out the phases `compiling` and `search`, and what follows the start of `profile`. `job_peak_mib` is the "
+            "peak of the run's own processes, null if NVML does not list them.",
             ".torch[]": "`rank`, `peak_allocated_mib`, `average_allocated_mib`, `states_mib` (allocated before an "
             "update), `peak_reserved_mib`, `alloc_retries`.",
             ".parts[]": "Tensors of each rank: `rank`, `parameters_mib`, `gradients_mib`, `optimizer_states_mib`, "

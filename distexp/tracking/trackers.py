@@ -15,7 +15,7 @@ from distexp.config.overrides import shell_quote
 from distexp.runs.record import RunRecord, RunSpec
 from distexp.runs.run_dir import DS_CONFIG, EVENTS, MEMORY, METRICS, RECORD, SPEC, TENSORBOARD, TRACKER_END, TRACKER_LOG
 from distexp.system.processes import end_tree, start_module
-from distexp.system.typed_values import cpu_peak_mib, device_values, mean_or_none
+from distexp.system.typed_values import cpu_peak_mib, device_values, gpu_peaks_mib, mean_or_none
 
 # Interface of trackers, the values that they receive, and start and end of the tracker process.
 
@@ -54,7 +54,7 @@ def summary_values(record: RunRecord) -> dict[str, float]:
         "avg_gpu_util_%": mean_or_none(device_values(utilization["gpu"], "average_pct")),
         "avg_mem_alloc_MB": mean_or_none(device_values(memory["torch"], "average_allocated_mib")),
         "peak_mem_alloc_MB": max(device_values(memory["torch"], "peak_allocated_mib"), default=None),
-        "peak_gpu_mem_MB": max(device_values(memory["gpu"], "peak_mib"), default=None),
+        "peak_gpu_mem_MB": max(gpu_peaks_mib(memory), default=None),
         "peak_cpu_mem_MB": cpu_peak_mib(memory),
         "train/samples_per_second_mean": record.metrics.train_samples_per_second,
     }

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from distexp.console.run_summary import run_title, summary_lines
+from distexp.report.data.metrics import gpu_peak
 from distexp.runs.record_sections import Predicted, RunError
 from tests.helpers.records import add_parts, record
 from tests.helpers.runs import make_spec
@@ -270,6 +271,18 @@ def test_the_panel_names_a_small_model_as_stand_in() -> None:
     run = record(0, model__name="bloom_560m", scale__name="tiny")
     run.run.duration_s = 4.0
     assert "1,000 parameters (tiny stand-in for bloom_560m), AdamW" in dict(summary_lines(run))["built"]
+
+
+def test_the_memory_of_other_programs_on_a_gpu_is_not_that_of_the_run() -> None:
+    runs = [record(n, strategy=name, peak=9000.0 - 1000 * n) for n, name in enumerate(("ddp", "fsdp", "single"))]
+    for run, own in zip(runs, (1500.0, 2500.0, None), strict=True):
+        run.memory["gpu"], run.memory["torch"] = [run.memory["gpu"][0] | {"job_peak_mib": own}], []
+        run.run.duration_s = 4.0
+    panels = [dict(summary_lines(run))["peak memory"] for run in runs]
+    assert ["1,500 MiB" in panels[0], "2,500 MiB" in panels[1], "7,000 MiB" in panels[2]] == [True] * 3
+    assert [gpu_peak(run) for run in runs] == [1500.0, 2500.0, 7000.0]
+    runs[2].memory["gpu"][0]["job_peak_mib"] = 6990.0  # as on a GPU of its own
+    assert gpu_peak(runs[2]) == 7000.0
 
 
 def test_the_panel_shortens_the_losses_of_many_epochs() -> None:

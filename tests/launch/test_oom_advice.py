@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from distexp.console.run_summary import summary_lines
+from distexp.console.run_summary import most_important_first, summary_lines
 from distexp.launch.memory_check import apply_overrides, plan_command, predicted_change
 from distexp.launch.outcome import finalize_run, start_attempt
 from distexp.plan.planner import store_estimate
@@ -145,6 +145,7 @@ def test_panel_and_report_describe_the_allocation() -> None:
     assert lines["in memory"] == "activations and temporaries 68,000, parameters 2,000"
     assert lines["largest"] == "2 x 980 MiB x.py:4 in forward, 500 MiB head.weight (parameters)"
     assert lines["would fit"] == "type distexp plan"
+    assert [name for name, _ in most_important_first(summary_lines(run))][1:3] == ["GPU memory", "would fit"]
     memory["would_fit"] = ["train.micro_batch_size=4"]
     assert dict(summary_lines(run))["would fit"] == "train.micro_batch_size=4 (predicted before)"
     row = Row("0", run, {}, {"gpu_peak_mib": None, "torch_peak_allocated_mib": None})

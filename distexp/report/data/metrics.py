@@ -7,7 +7,7 @@ from typing import Any
 from distexp.runs.memory_trace import cpu_process_mib, ideal_states_mib, tensor_entries
 from distexp.runs.record import RunRecord
 from distexp.statistics.noise import step_noise
-from distexp.system.typed_values import cpu_peak_mib, device_values, mean_or_none
+from distexp.system.typed_values import cpu_peak_mib, device_values, gpu_peaks_mib, mean_or_none
 
 # A function that returns a metric of a run, or None if it was not measured. Some functions here return one.
 ReadMetric = Callable[[RunRecord], float | None]
@@ -76,7 +76,7 @@ def largest_of_devices(kind: str, key: str) -> ReadMetric:
 
 def gpu_peak(record: RunRecord) -> float | None:
     """Return the peak that NVML sampled, or what torch had reserved if that is more, as between two samples."""
-    sampled = largest_of_devices("gpu", "peak_mib")(record)
+    sampled = max(gpu_peaks_mib(record.memory), default=None)
     return None if sampled is None else max(sampled, largest_of_devices("torch", "peak_reserved_mib")(record) or 0.0)
 
 
