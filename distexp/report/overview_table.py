@@ -37,7 +37,7 @@ from distexp.report.data.rows import (
     rows_from_records,
 )
 from distexp.report.exercises import exercise_tables, quiz_columns
-from distexp.report.traces import describe_same_training
+from distexp.report.losses import describe_same_training
 from distexp.runs.record import FAILURES, RunRecord
 from distexp.runs.texts import STAND_IN, missing_costs, record_model_label
 from distexp.statistics.noise import SINGLE_CPU_RUN, difference_noise, distinct_ratio

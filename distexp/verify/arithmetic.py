@@ -51,9 +51,7 @@ def make_smooth(model: nn.Module) -> None:
                 parent._modules[name] = nn.GELU()
             elif isinstance(child, nn.MaxPool1d | nn.MaxPool2d) and child.dilation == 1 and not child.return_indices:
                 pool: Any = nn.AvgPool1d if isinstance(child, nn.MaxPool1d) else nn.AvgPool2d
-                parent._modules[name] = pool(
-                    child.kernel_size, child.stride, child.padding, child.ceil_mode, count_include_pad=False
-                )  # fmt: skip
+                parent._modules[name] = pool(child.kernel_size, child.stride, child.padding, ceil_mode=child.ceil_mode)
 
 
 class RepeatCheck:

@@ -7,6 +7,7 @@ import math
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, TypeVar
 
 from distexp.report.data import rows as run_settings
@@ -69,7 +70,7 @@ class RunGroup:
         """Whether any of the runs completed."""
         return any(row.completed for row in self.rows)
 
-    @property
+    @cached_property
     def counted_rows(self) -> tuple[Row, ...]:
         """Runs whose metrics count: the completed ones, or all if none completed."""
         return tuple(row for row in self.rows if row.completed) or self.rows
@@ -88,7 +89,7 @@ class RunGroup:
         """Return what shows that something else slowed all counted runs down; None if a speed of them counts."""
         return None if self.undisturbed_rows else self.counted_rows[0].disturbance
 
-    @property
+    @cached_property
     def undisturbed_rows(self) -> tuple[Row, ...]:
         """Counted runs that nothing else slowed down."""
         return tuple(row for row in self.counted_rows if row.disturbance is None)

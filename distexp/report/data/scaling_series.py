@@ -12,7 +12,15 @@ from typing import NamedTuple
 
 from distexp.report.data.metrics import EFFICIENCY, SPEED, SPEEDUP
 from distexp.report.data.repeats import RunGroup, collect, follows, group_by_settings
-from distexp.report.data.rows import SEED, WORKERS, format_settings, is_strategy_option, usual_order, value_key
+from distexp.report.data.rows import (
+    SEED,
+    WORKERS,
+    format_settings,
+    global_batch,
+    is_strategy_option,
+    usual_order,
+    value_key,
+)
 from distexp.statistics.noise import Spread, is_within_noise
 
 WORLD = ("nodes", WORKERS)
@@ -234,16 +242,15 @@ def sample_counts(groups: Sequence[RunGroup]) -> list[float]:
 
 def samples_of(group: RunGroup) -> float | None:
     """Return the samples that a training processes; None if unknown. A packed row has several samples."""
-    names = ("micro_batch_size", "gradient_accumulation_steps", "num_epochs", "dataset.train_size", "max_steps")
-    micro, accumulation, epochs, size, max_steps = (group.setting(name) for name in names)
+    epochs, size, max_steps = (group.setting(name) for name in ("num_epochs", "dataset.train_size", "max_steps"))
     metrics = group.counted_rows[0].record.metrics
     if group.setting("dataset.packing"):
         known = size and metrics.total_steps and metrics.steps_per_epoch
         return float(size * metrics.total_steps / metrics.steps_per_epoch) if known else None
     steps = metrics.total_steps or max_steps
     bounds = [size * epochs] if size and epochs else []
-    if steps and accumulation and isinstance(micro, (int, float)):
-        bounds.append(steps * micro * accumulation * world_of(group).workers)
+    if steps and (batch := global_batch(group.settings)):
+        bounds.append(steps * batch)
     return min(bounds, default=None)
 
 

@@ -18,11 +18,9 @@ from distexp.report.figures.base import (
     group_colors,
     inline_data,
 )
-from distexp.report.traces import (
-    MAX_TRACES,
+from distexp.report.losses import (
     LossCurve,
     Losses,
-    RunTrace,
     all_coincide,
     any_overlap,
     describe_same_training,
@@ -30,6 +28,7 @@ from distexp.report.traces import (
     loss_range,
     relative_differences,
 )
+from distexp.report.traces import MAX_TRACES, RunTrace
 
 TRAINING, OTHERS, EVALUATION = "training loss", "training loss of the other runs", "evaluation loss"
 ONE, BOTH = (TRAINING,), (TRAINING, OTHERS)

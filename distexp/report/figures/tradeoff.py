@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import groupby
 from typing import Any
 
@@ -52,7 +53,7 @@ class Tradeoff:
     number_format: str
     failed: tuple[RunGroup, ...] = ()
 
-    @property
+    @cached_property
     def groups(self) -> list[RunGroup]:
         """Return the completed groups whose cost and speed were measured."""
         return [
@@ -60,7 +61,7 @@ class Tradeoff:
             if group.completed and group.metric(self.cost) and group.metric(SPEED)
         ]  # fmt: skip
 
-    @property
+    @cached_property
     def fronts(self) -> list[list[RunGroup]]:
         """Return the Pareto fronts that are lines: a front of one run is a point."""
         return [front for front in pareto_fronts(self.overview, self.cost) if len(front) > 1]

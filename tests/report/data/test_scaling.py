@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from distexp.report.data.repeats import group_repeats
+from distexp.report.data.rows import row_from_record
+from distexp.report.data.scaling_series import samples_of
 from distexp.runs.record import RunRecord
 from distexp.runs.record_sections import RunError
 from tests.helpers.printed_tables import header, printed, unwrapped
@@ -24,6 +27,18 @@ def test_speedup_and_efficiency_name_their_baseline() -> None:
     assert "Speedup: samples/s relative to run 1 (" in flat, "the first task that two runs share"
     flat = printed([record(0), record(1, strategy="fsdp")])
     assert "effi" not in header(flat)
+
+
+def test_workers_that_share_a_model_train_on_the_same_samples() -> None:
+    """Two workers with one model have one global batch, so the same steps have the same samples."""
+    alone, shared = (
+        record(
+            n, cluster__workers_per_node=n + 1, parallel__tensor=n + 1, train__max_steps=40, dataset__train_size=4000
+        )
+        for n in range(2)
+    )
+    counts = {samples_of(group) for run in (alone, shared) for group in group_repeats([row_from_record(run, "0")])}
+    assert counts == {40 * 4}
 
 
 def scaled(*threads: int, speeds: tuple[float, ...], cores: int = 2) -> list[RunRecord]:

@@ -18,8 +18,9 @@ from distexp.report.data.overview import Overview
 from distexp.report.data.rows import load_rows
 from distexp.report.figures import build_figures
 from distexp.report.figures.base import Figure, Panel, render_files
+from distexp.report.losses import describe_same_training
 from distexp.report.overview_table import build_overview_table
-from distexp.report.traces import describe_same_training, load_traces
+from distexp.report.traces import load_traces
 from distexp.runs.record import RunRecord
 from distexp.runs.record_sections import Predicted
 from tests.helpers.records import add_parts, record, write
@@ -423,6 +424,19 @@ def test_all_steps_of_all_runs_are_compared_also_those_that_are_not_drawn(tmp_pa
     losses = figures(path)["losses"]
     assert losses.sentences == (found,)
     assert losses.finding == "Losses differ"
+
+
+def test_repeats_are_compared_with_the_runs_of_the_same_seed(tmp_path: Path) -> None:
+    runs = [enrich(record(n, strategy=("ddp", "fsdp")[n % 2], train__seed=42 + n // 2, peak=1000.0)) for n in range(6)]
+    runs[0].status = "failed"
+    path = with_traces(tmp_path, runs)
+    same = "Same training: losses of 4 runs (2 seeds, global batch 8) are equal at every logged step."
+    assert [*describe_same_training(overview(path))] == [same]
+    for line in ((file := path / "5" / "metrics.jsonl").read_text()).splitlines()[:1]:
+        file.write_text(file.read_text().replace(line, json.dumps(json.loads(line) | {"loss": 99.0})))
+    (found,) = describe_same_training(overview(path))
+    assert found.startswith("Different losses: 4 runs (2 seeds, global batch 8)")
+    assert "at step 1 of run 4" in found
 
 
 def test_losses_of_different_global_batches_are_not_compared(tmp_path: Path) -> None:
