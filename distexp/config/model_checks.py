@@ -14,6 +14,7 @@ from omegaconf import OmegaConf
 
 from distexp.config import Config, ConfigError, DatasetConfig, ModelConfig
 from distexp.config.keys import NAMED_MODELS, conf_dir, options_of, shown, value_errors
+from distexp.config.overrides import format_count
 from distexp.config.tasks import tasks_of_dataset
 from distexp.exceptions import first_line
 from distexp.system.files import load_json
@@ -341,7 +342,7 @@ def check_samples_per_rank(
         hint = f"train.micro_batch_size={divisor}, or " if divisor else ""
     return (
         f"train.micro_batch_size={micro_batch_size} is more than the {share} of each worker ({samples} {unit}, "
-        f"{workers} workers): use {hint}a larger dataset.train_size"
+        f"{format_count(workers, 'worker')}): use {hint}a larger dataset.train_size"
     )
 
 

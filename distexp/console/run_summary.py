@@ -230,15 +230,10 @@ def _built(record: RunRecord) -> Iterator[tuple[str, str]]:
 
 
 def _memory(record: RunRecord) -> Iterator[tuple[str, str]]:
-    memory = [
-        *(
-            f"GPU {entry['index']} of node {entry['node']} {_mib(gpu_peak_mib(entry))}"
-            for entry in record.memory["gpu"]
-        ),
-        *(f"CPU of node {entry['node']} {_mib(entry.get('peak_mib'))}" for entry in record.memory["cpu"]),
-    ]
-    if memory:
-        yield "peak memory", ", ".join(memory)
+    peaks = [(f"GPU {entry['index']} of node {entry['node']}", gpu_peak_mib(entry)) for entry in record.memory["gpu"]]
+    peaks += [(f"CPU of node {entry['node']}", entry.get("peak_mib")) for entry in record.memory["cpu"]]
+    if measured := [f"{device} {_mib(mib)}" for device, mib in peaks if mib is not None]:
+        yield "peak memory", ", ".join(measured)
     if parts := tensor_entries(record.memory):
         yield "memory parts", _largest_parts(parts)
     if peak := highest_peak(record.memory):

@@ -302,7 +302,9 @@ def explain_gradients(
         for name, scale in detail["scales"].items()
     )
     detail["zeros"] = share_of_zeros(wrong, whole, 1e-4)
-    detail["rounded"] = all(torch.equal(found[name], found[name].bfloat16().float()) for name in names)
+    detail["rounded"] = largest(wrong) > 0 and all(
+        torch.equal(found[name], found[name].bfloat16().float()) for name in names
+    )
     if not sums:
         return detail
     parts = [flat(with_zeros(sums[0], found), names)]

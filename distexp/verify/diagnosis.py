@@ -42,7 +42,6 @@ KINDS = (
 CLOSE = {"fp32": 2e-3, "bf16": 3e-2, "fp16": 3e-2}
 """By how much a factor may differ from the one that it is taken for."""
 
-
 AMPLIFIED = (
     ", or batch norms amplified rounding: of nearly equal values, as in images of one color, or of a ReLU or a maximum "
     "that is a function. In large models this happens with most seeds, so verify the strategy with model=resnet_tiny "
@@ -216,6 +215,7 @@ class Explanation:
             ("summed_twice", workers * steps, f"summed over {workers} workers and {steps} micro-batches, not averaged"),
             ("divided_by_all", 1 / workers / steps, f"divided by {workers} workers x {steps} micro-batches too often"),
             ("not_normalized", targets, f"not divided by the {targets} targets of the step"),
+            ("gradient_lost", 0, "they are cleared before the update, or lost in the reduction"),
         )
         for name, value, text in known:
             if value != 1 and self._is(factor, value):

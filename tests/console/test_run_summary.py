@@ -231,6 +231,8 @@ def test_on_a_cpu_the_prediction_is_that_of_the_processes() -> None:
     lines = dict(summary_lines(run))
     assert lines["prediction"] == "550 MiB CPU memory, measured 500 MiB (+10.0 %)"
     assert lines["peak memory"] == "CPU of node 0 500 MiB"
+    run.memory["cpu"][0]["peak_mib"] = None  # a run that is shorter than the interval of the samples
+    assert "peak memory" not in dict(summary_lines(run))
 
 
 def test_the_panel_has_the_parts_of_the_memory_of_one_worker() -> None:

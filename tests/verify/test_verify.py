@@ -26,6 +26,7 @@ from distexp.exceptions import SweepInterrupted
 from distexp.launch.outcome import add_proof
 from distexp.runs.record import RunRecord, RunSpec
 from distexp.verify import phases
+from distexp.verify.arithmetic import explain_gradients
 from distexp.verify.comparison import Recording
 from distexp.verify.diagnosis import Finding, diagnose
 from distexp.verify.phases import PHASES, phase_overrides
@@ -414,6 +415,24 @@ def test_gradients_that_differ_by_rounding_in_a_later_step_may_be_a_maximum(step
     cause = diagnose([finding], 2, 1, "fp32")
     assert cause.id == "rounded"
     assert ("use another seed (train.seed=7)" in cause.sentence) == (step > 1)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5])
+def test_gradients_that_are_zero_are_lost_and_others_may_be_rounded(share: float) -> None:
+    right = {"head.weight": torch.randn(4, 4)}
+    found = {"head.weight": share * right["head.weight"].bfloat16().float()}
+    detail = explain_gradients(["head.weight"], found, right, [right], None) | {"targets": [4, 4]}
+    cause = diagnose([Finding("gradient", "sgd", 1, ["head.weight"], "head.weight", 1.0, 2e-5, detail)], 2, 1, "fp32")
+    assert cause.id == ("rounded" if share else "gradient_lost")
+    assert share or cause.sentence.endswith("cleared before the update, or lost in the reduction")
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_only_several_workers_sum_a_loss(workers: int) -> None:
+    detail = {"value": 7.01 * workers, "expected": 7.0}
+    cause = diagnose([Finding("loss", "uneven", 4, ["loss"], "loss", 1e-2, 9e-3, detail)], workers, 1, "bf16")
+    assert ("summed over the 2 workers" in cause.sentence) == (workers == 2)
+    assert "1 workers" not in cause.sentence
 
 
 @pytest.mark.parametrize("residual", [1e-4, 1.0])
