@@ -15,7 +15,7 @@ from pathlib import Path
 
 from distexp.cli.main import CommandParser
 from distexp.exceptions import print_error, print_text, printable, run_until_pipe_closes
-from distexp.measure.memory.sampler import Statistics
+from distexp.measure.memory.sampler import Statistics, round_half_up
 from distexp.runs import memory_trace
 from distexp.runs.memory_trace import CPU, GPU, MemorySample, MemoryTrace
 
@@ -81,7 +81,7 @@ def _read(path: Path, kinds: Sequence[str]) -> MemoryTrace | None:
 
 def _gpu_lines(traces: Sequence[tuple[str, MemoryTrace]]) -> list[str]:
     lines = [
-        f"[{label} - GPU {index}] Peak = {found.peak:.0f} MiB, "
+        f"[{label} - GPU {index}] Peak = {round_half_up(found.peak)} MiB, "
         f"Avg = {found.average:.2f} MiB, Mode = {', '.join(map(str, found.modes))} MiB"
         for label, index, found in _statistics(traces, GPU)
     ]
@@ -94,7 +94,7 @@ def _cpu_lines(traces: Sequence[tuple[str, MemoryTrace]]) -> list[str]:
     for label, found in blocks:
         lines += [f"[{label}]"] if len(blocks) > 1 else []
         lines += [
-            f"   Peak =    {found.peak:.0f} MB",
+            f"   Peak =    {round_half_up(found.peak)} MB",
             f"   Average = {found.average:.2f} MB",
             f"   Mode =    {', '.join(map(str, found.modes))} MB",
         ]

@@ -15,10 +15,11 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from html import escape
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote, urlsplit
+from urllib.parse import quote, unquote, urlsplit
 
 from distexp.cli.main import CommandParser
 from distexp.console.sweep_table import RunLine, count_states
@@ -47,6 +48,9 @@ TYPES = {
     **{".gz": "application/gzip", ".parquet": "application/octet-stream"},
 }
 """Types of the files that are served, by suffix."""
+
+UNSERVED = {CHECKPOINTS, MODEL}
+"""Folders whose files are not served, because they have weights."""
 
 HEADERS = {
     "Cache-Control": "no-store",
@@ -212,6 +216,17 @@ class Server(ThreadingHTTPServer):
             print_error(f"serve: {type(error).__name__}: {first_line(error)}")
 
 
+def list_folder(folder: Path) -> str:
+    """Return a page with links to the files and folders of a folder that are served. Raise OSError."""
+    found = [f"{each.name}/" if each.is_dir() else each.name for each in sorted(folder.iterdir())]
+    served = [
+        name for name in found if name.rstrip("/") not in UNSERVED and (Path(name).suffix in TYPES or "/" in name)
+    ]
+    links = "".join(f'<li><a href="{quote(f"./{name}")}">{escape(name)}</a></li>' for name in served)
+    title = escape(folder.name)
+    return f"<!DOCTYPE html><meta charset=utf-8><title>{title}</title><h1>{title}</h1><ul>{links}</ul>"
+
+
 class Handler(BaseHTTPRequestHandler):
     """Answers to GET requests. Others are refused by the base class."""
 
@@ -243,7 +258,10 @@ class Handler(BaseHTTPRequestHandler):
         try:
             file = (root / path).resolve()
             is_page = file == root / REPORT / "report.html" and self.server.version > 0
-            is_allowed = file.is_relative_to(root) and not {CHECKPOINTS, MODEL} & set(file.relative_to(root).parts)
+            is_allowed = file.is_relative_to(root) and not UNSERVED & set(file.relative_to(root).parts)
+            if is_allowed and path.endswith("/"):
+                self._answer(list_folder(file).encode(), TYPES[".html"])
+                return
             kind = TYPES.get(file.suffix)
             if not is_allowed or kind is None or (file.suffix == ".html" and not is_page):
                 raise FileNotFoundError

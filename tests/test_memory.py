@@ -53,14 +53,14 @@ def test_only_one_kind(gpu_log: Path, tmp_path: Path, capsys: pytest.CaptureFixt
     trace = tmp_path / "node0.csv"
     rest = "," * (len(COLUMNS) - 11)
     trace.write_text(
-        f"{','.join(COLUMNS)}\n1.0,train,cpu,0,100.0,1000,,,,,pss{rest}\n1.0,train,gpu,1,2000.0,80000,50,300,,,nvml{rest}\n"
+        f"{','.join(COLUMNS)}\n1.0,train,cpu,0,100.5,1000,,,,,pss{rest}\n1.0,train,gpu,1,2000.0,80000,50,300,,,nvml{rest}\n"
     )
     assert main([str(trace), "--gpu-only"]) == 0
     assert capsys.readouterr().out == (
         "GPU Memory Usage\n[node0 - GPU 1] Peak = 2000 MiB, Avg = 2000.00 MiB, Mode = 2000 MiB\n"
     )
     assert main([str(trace), "--cpu-only"]) == 0
-    assert capsys.readouterr().out.splitlines()[1] == "   Peak =    100 MB"
+    assert capsys.readouterr().out.splitlines()[1::2] == ["   Peak =    101 MB", "   Mode =    101 MB"]
     assert main([str(gpu_log), "--cpu-only"]) == 2
     assert "has no samples of cpu memory" in capsys.readouterr().err
 

@@ -147,6 +147,16 @@ def test_it_serves_no_file_outside_of_the_sweep_and_no_weights(served: Served) -
         assert served.get(f"/{served.token}/{path}") == (404, "no such file\n"), path
 
 
+def test_the_folders_that_the_page_links_are_listed(served: Served) -> None:
+    """The page has links to ../0/ and ../0/memory/."""
+    status, text = served.get(f"/{served.token}/0/")
+    assert (status, '<a href="./record.json">record.json</a>' in text) == (200, True)
+    assert "model" not in text
+    assert '<a href="./node0.csv">' in served.get(f"/{served.token}/1/memory/")[1]
+    for path in ("0/model/", "../", "%2e%2e/", "missing/"):
+        assert served.get(f"/{served.token}/{path}") == (404, "no such file\n"), path
+
+
 @pytest.mark.slow
 def test_a_browser_shows_the_running_run_and_the_report_of_the_others(served: Served) -> None:
     chromium = shutil.which("chromium")

@@ -194,7 +194,7 @@ def _print_interrupted(sweep_dir: Path, state: SearchState, outcome: output.Outc
     done = sum(trial.status is not None for trial in state.trials)
     for best in ranked(outcome.usable, outcome.settings.objective)[:1]:
         print(f"distexp: best so far: {label(best)}: {texts.describe_values(mean_metrics(best))}", file=sys.stderr)
-    kept = " They are kept." if done else ""
+    kept = {0: "", 1: " It is kept."}.get(done, " They are kept.")
     print(
         f"distexp: the search was interrupted after {format_count(done, 'trial')}.{kept} To continue: "
         f"{suggest_command('resume', sweep_dir)}",

@@ -129,8 +129,10 @@ class Trials:
             for run in missing:
                 info = make_run_info(run.cell, run.stored.number, self.runner.code, self.runner.snapshot)
                 assigned.append(AssignedRun(run.cell, info, run.directory, run.composed))
-            self.runner.run_all(assigned, lambda: self._store(missing))
-            self._store(missing)
+            try:
+                self.runner.run_all(assigned, lambda: self._store(missing))
+            finally:  # A signal may come after a trial and before its entry.
+                self._store([run for run in missing if run.has_ended])
 
     def _store(self, runs: Sequence[_TrialRun]) -> None:
         for run in runs:

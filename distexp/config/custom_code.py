@@ -46,6 +46,9 @@ def check_returned(found: object, kind: type, source: str) -> None:
         raise ConfigError(_unexpected(found, kind, source))
 
 
+CONSTRUCTOR = "the constructor"
+
+
 @contextmanager
 def shorten_errors(target: str, call: str) -> Iterator[None]:
     """Raise the errors of custom code as ConfigError, which names the method and the line. Keep those of distexp."""
@@ -54,10 +57,14 @@ def shorten_errors(target: str, call: str) -> Iterator[None]:
     except ConfigError:
         raise
     except Exception as error:
-        if target.startswith("distexp."):
-            raise
         name = type(error).__name__
         reason = f"{name}: {first_line(error)}" if text_of(error).strip() else name
+        if target.startswith("distexp."):
+            if call == CONSTRUCTOR and isinstance(error, TypeError):
+                raise ConfigError(
+                    f"{target} cannot be used here ({reason}): name another class, as in {PAGE}"
+                ) from error
+            raise
         frame = traceback.extract_tb(error.__traceback__)[-1]
         place = f"{frame.filename}:{frame.lineno}"
         raise ConfigError(

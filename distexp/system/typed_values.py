@@ -204,6 +204,11 @@ def gpu_peak_mib(entry: Mapping[str, Any]) -> float | None:
     return own if peak and own and peak - own >= OTHER_MIB else peak
 
 
+def is_shared_gpu(entry: Mapping[str, Any]) -> bool:
+    """Return whether other processes held memory of a GPU at the peak. Raise TypeError or ValueError."""
+    return gpu_peak_mib(entry) != next(iter(device_values([entry], "peak_mib")), None)
+
+
 def gpu_peaks_mib(memory: Mapping[str, Any]) -> list[float]:
     """Return the peak of each GPU in MiB, of those that were measured."""
     return [peak for entry in memory.get("gpu") or () if (peak := gpu_peak_mib(entry)) is not None]

@@ -236,11 +236,13 @@ def rank_variables(rank: int, size: int, per_node: int) -> dict[str, str]:
 def write_job(variants: Sequence[PlannedVariant], sweep_dir: Path, timeout_s: float) -> None:
     """Write what the process that trains has to do: the references first, and the runs of each variant."""
     shared = [path for variant in variants for path in variant.run_dirs("reference", "noise")]
-    environment = environments_of(variants[0])[0] | rank_variables(0, 1, 1)
-    groups = [{"environments": [environment], "runs": list(dict.fromkeys(map(str, shared)))}]
+    started_with = environments_of(variants[0])[0]
+    groups = [{"environments": [rank_variables(0, 1, 1)], "runs": list(dict.fromkeys(map(str, shared)))}]
     for variant in variants:
         runs = list(map(str, variant.run_dirs("variant", "resumed")))
-        groups.append({"environments": environments_of(variant), "runs": runs})
+        # Only changes, because the environment of the user's shell may have secrets.
+        changes = [dict(each.items() - started_with.items()) for each in environments_of(variant)]
+        groups.append({"environments": changes, "runs": runs})
     modules = [module for variant in variants for module in own_modules(variant.config)]
     job = {
         "modules": list(dict.fromkeys(modules)),

@@ -57,6 +57,13 @@ def test_the_launcher_names_what_a_custom_class_lacks(override: str) -> None:
         assert "HYDRA_FULL_ERROR=1 prints the traceback" in message
 
 
+@pytest.mark.parametrize("key", ["engine", "strategy"])
+@pytest.mark.parametrize("target", ["distexp.system.processes.start_module", "distexp.engines.base.Trainer"])
+def test_another_function_or_class_of_distexp_is_refused(key: str, target: str) -> None:
+    with pytest.raises(ConfigError, match=f"{target} cannot be used here .TypeError: .*: name another class, as in"):
+        resolve_cell("cluster.device=cpu", f"{key}._target_={target}")
+
+
 def test_a_module_that_raises_at_import_is_named() -> None:
     with pytest.raises(
         ConfigError, match=r"its import raised RuntimeError: the license server is down .*broken_import"

@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -20,7 +21,7 @@ from distexp.launch.failures import signal_deaths
 from distexp.runs.record import RunRecord
 from distexp.runs.run_dir import WORKER_EXITS
 from tests.helpers.processes import find_processes, have_ended
-from tests.helpers.runs import run_distexp
+from tests.helpers.runs import REPOSITORY, run_distexp
 from tests.helpers.sabotaged_runs import DEADLINE_S, ENV, QUICK, StartedCommand, sabotage, tree_of, wait_for
 from tests.helpers.small_disk import fill, read_only, small_disk
 
@@ -294,6 +295,24 @@ def test_cancel_ends_the_runs_of_a_sweep_and_not_all_below_a_folder(tmp_path: Pa
         done = run_distexp("cancel", str(sweep), cwd=tmp_path, env=ENV)
         assert (done.returncode, done.stdout) == (0, "1 run cancelled\n")
     assert RunRecord.read(sweep / "0" / "record.json").status == "killed"
+
+
+BETWEEN_RUNS = """
+import os, runpy, signal
+from distexp.launch.local import runner
+runner.CellRunner.run_if_free = lambda self, run: os.kill(os.getpid(), signal.SIGTERM)
+runpy.run_module("distexp", run_name="__main__")
+"""
+
+
+def test_sigterm_between_two_runs_prints_how_to_continue(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", BETWEEN_RUNS, "--multirun", "train.seed=1,2", *QUICK, "hydra.sweep.dir=sweep"]
+    environment = {**os.environ, **ENV, "PYTHONPATH": str(REPOSITORY)}
+    options: Any = {"cwd": tmp_path, "env": environment, "capture_output": True, "text": True, "timeout": DEADLINE_S}
+    done = subprocess.run(command, check=False, **options)
+    assert done.returncode == 143, done.stderr
+    assert done.stdout.endswith("2 runs not started; to continue: distexp resume sweep\n")
+    assert done.stderr.endswith("distexp: stopped by SIGTERM; no further run is started\n")
 
 
 @pytest.mark.slow

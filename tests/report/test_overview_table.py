@@ -118,6 +118,10 @@ def test_notes_below_the_table_explain_failures() -> None:
     ]  # fmt: skip
     text = unwrapped(printed(records, 300))
     assert "run 1 oom_gpu: out of GPU memory in phase train, at a peak of 143,000 of 143,771 MiB on a GPU" in text
+    records[1].memory["gpu"][0]["job_peak_mib"], records[1].memory["gpu"][1:] = 1500.0, []
+    records[1].memory["torch"] = []
+    shared = "at a peak of 143,000 of 143,771 MiB on a GPU, 1,500 of them by this run"
+    assert shared in unwrapped(printed(records, 300))
     assert "runs 2, 3 invalid: offload=pinned needs a GPU: choose offload=true" in text
     assert "run 2 invalid: zero_stage=9 is unknown" in text
     assert "run 4 failed: ValueError in phase setup: bad" in text

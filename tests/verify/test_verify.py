@@ -91,6 +91,7 @@ def test_a_repeated_verification_has_nothing_of_the_earlier_one(
     def interrupt(*_: Any) -> None:
         raise SweepInterrupted("interrupted")
 
+    monkeypatch.setenv("MY_API_KEY", "not for a file")
     monkeypatch.setattr(phases, "PHASES", PHASES[-1:])
     monkeypatch.setattr(verify, "run_workers", interrupt)
     cell = make(["model=gpt_tiny", "strategy=ddp"])
@@ -103,6 +104,9 @@ def test_a_repeated_verification_has_nothing_of_the_earlier_one(
             assert not path.exists()
             path.parent.mkdir(parents=True, exist_ok=True)
             path.touch()
+        files = [path for path in tmp_path.rglob("*") if path.is_file()]
+        assert tmp_path / "job.json" in files
+        assert not [path for path in files if b"not for a file" in path.read_bytes()], "a secret of the shell"
         assert {"resume", "resume-resumed"} <= {file.parent.name for file in tmp_path.rglob("spec.json")}
         assert (tmp_path / "0" / "resume-resumed" / "checkpoints" / "step-3").is_dir()
 

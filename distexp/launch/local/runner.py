@@ -54,7 +54,8 @@ def run_cells(sweep: Sweep, sweep_dir: Path, shared_start: SharedStart, agent_co
     runs = run_dirs.assign_run_dirs(cells, sweep_dir, code, rules, resume=resume)
     try:
         runner = CellRunner(sweep.context, screen, shared_start, agent_command)
-        returns = [done for run in runs if (done := runner.run_if_free(run)) is not None]
+        with handle_signals(stop_at_once, signal.SIGTERM):  # between two runs
+            returns = [done for run in runs if (done := runner.run_if_free(run)) is not None]
     except (InterruptedRunError, KeyboardInterrupt, OSError, ConfigError) as error:
         if screen.shown or not isinstance(error, ConfigError):  # Else this command has left nothing to continue.
             screen.show_interrupted()
@@ -145,6 +146,11 @@ AgentCommand = Callable[[Config, Sequence[str]], Sequence[str]]
 """Function that returns the command for the agents of a run, from its configuration and the arguments of Python."""
 
 
+def stop_at_once(number: int, _: FrameType | None) -> None:
+    """Stop the command at a signal; a handler of signals."""
+    raise InterruptedRunError(number)
+
+
 def run_locally(
     spec: RunSpec, directory: Path, screen: Screen, shared_start: SharedStart, agent_command: AgentCommand
 ) -> RunRecord:
@@ -162,9 +168,6 @@ def run_locally(
     failure: OSError | ConfigError | None = None
     agents: list[subprocess.Popen[bytes]] = []
     received: list[int] = []
-
-    def stop_at_once(number: int, _: FrameType | None) -> None:
-        raise InterruptedRunError(number)
 
     def stop_after_checkpoint(number: int, _: FrameType | None) -> None:
         received.append(number)

@@ -1,5 +1,6 @@
 """Runs of a sweep on this machine, one after the other, then a table; and the trials of ``distexp choose``."""
 
+import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from distexp.runs.record import RunSpec
 from distexp.runs.record_sections import RunInfo
 from distexp.system.cache_dir import check_configured_cache
 from distexp.system.cgroups import usable_memory
+from distexp.system.processes import handle_signals
 from distexp.system.units import MIB, format_memory
 
 
@@ -58,7 +60,7 @@ class LocalTrials(TrialLauncher):
     def runner(self, sweep_dir: Path, console: Console) -> Iterator[TrialRunner]:
         """Yield the runner of trials. The libraries are imported once for all of them."""
         from distexp.console.screen import TrialScreen
-        from distexp.launch.local.runner import CellRunner
+        from distexp.launch.local.runner import CellRunner, stop_at_once
 
         check_configured_cache()
         labels: dict[int, str] = {}
@@ -70,7 +72,8 @@ class LocalTrials(TrialLauncher):
                 runner.run_if_free(run)
                 after_each()
 
-        with continue_after_hangup(sweep_dir), SharedStart() as shared_start:
+        stopping = handle_signals(stop_at_once, signal.SIGTERM)  # between two trials
+        with continue_after_hangup(sweep_dir), stopping, SharedStart() as shared_start:
             shared_start.note = screen.log
             runner = CellRunner(self.context, screen, shared_start, self.agent_command)
             yield TrialRunner(run_all, package_git_state())

@@ -170,6 +170,11 @@ PROFILING_PHASE, TRIAL_PHASES = "profile", typed_values.TRIAL_PHASES
 TRAINING_PHASES = frozenset({"warmup", "train"})  # Before them a run may be small for most of its time.
 
 
+def round_half_up(mib: float) -> int:
+    """Round a memory. ``round`` would round a half to the even number, so that a peak may be below a mode."""
+    return math.floor(mib + 0.5)
+
+
 @dataclass(frozen=True)
 class Statistics:
     """Statistics of memory samples in MiB, as the workshop's analyze_memory defines them."""
@@ -183,7 +188,7 @@ class Statistics:
         """Return the statistics of some values, or None if there are none."""
         known = list(values)
         # PSS and psrecord report fractions of a MiB, which hardly repeat. Without rounding, each would be a mode.
-        modes = tuple(sorted(multimode(math.floor(value + 0.5) for value in known)))
+        modes = tuple(sorted(multimode(map(round_half_up, known))))
         return cls(max(known), sum(known) / len(known), modes) if known else None
 
 

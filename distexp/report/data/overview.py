@@ -46,7 +46,7 @@ from distexp.runs.attempts import earlier_records
 from distexp.runs.record import RunRecord
 from distexp.runs.texts import describe_straggler, memory_lines, shorten_message
 from distexp.statistics.noise import CPU_MEMORY_MIB, Spread, is_within_noise
-from distexp.system.typed_values import number_of
+from distexp.system.typed_values import OTHER_MIB, device_values, number_of
 from distexp.system.units import format_amount, format_kwh
 
 MAX_SETTINGS = 4  # in a description of a run
@@ -280,10 +280,12 @@ def _peak_memory(row: Row) -> str:
         return "" if peak is None else f", at a peak of {peak:,.0f} MiB on a node"
     total = row.record.environment.gpu_total_mib if row.record.environment else None
     of_total = f" of {total:,.0f}" if total else ""
-    for name, where in (("gpu_peak_mib", "on a GPU"), ("torch_peak_allocated_mib", "allocated by torch")):
-        if (peak := row.metrics[name]) is not None:
-            return f", at a peak of {peak:,.0f}{of_total} MiB {where}"
-    return ""
+    own, allocated = row.metrics["gpu_peak_mib"], row.metrics["torch_peak_allocated_mib"]
+    if own is not None:  # Other programs may have filled the GPU.
+        peak = max(own, *device_values(row.record.memory["gpu"], "peak_mib"))
+        of_run = f", {own:,.0f} of them by this run" if peak - own >= OTHER_MIB else ""
+        return f", at a peak of {peak:,.0f}{of_total} MiB on a GPU{of_run}"
+    return "" if allocated is None else f", at a peak of {allocated:,.0f}{of_total} MiB allocated by torch"
 
 
 # Sentences about the runs of a report: disturbances, slow ranks, energy and scaling.

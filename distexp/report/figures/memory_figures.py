@@ -21,13 +21,13 @@ from distexp.report.data.memory_by_part import (
 )
 from distexp.report.data.metrics import PARTS, PARTS_TOTAL
 from distexp.report.data.overview import Overview
-from distexp.report.data.rows import run_label
+from distexp.report.data.rows import name_runs, run_label
 from distexp.report.figures import base
 from distexp.report.figures.labels import FEW_BARS, bar_height, label_axis
 from distexp.report.traces import RunTrace
-from distexp.runs.memory_trace import CPU
+from distexp.runs.memory_trace import CPU, GPU
 from distexp.runs.predictions import PHASE, Curve
-from distexp.system.typed_values import TRIAL_PHASES, UNCOUNTED_CPU_PHASES
+from distexp.system.typed_values import TRIAL_PHASES, UNCOUNTED_CPU_PHASES, is_shared_gpu
 
 MAX_BARS = 24
 BAR_HEIGHT = 26  # pixels
@@ -312,6 +312,9 @@ def _highest_peak(traces: Sequence[RunTrace], kind: str) -> Iterator[str]:
     highest = max(counted, key=lambda peak: (peak.mib, -peak.second))
     during = f" in phase {highest.phase}" if highest.phase else ""
     yield f"Highest peak: {highest.mib:,.0f} MiB{during}, {highest.trace.name}."
+    shared = [trace.row.label for trace in traces if any(map(is_shared_gpu, trace.row.record.memory["gpu"]))]
+    if kind == GPU and shared:
+        yield f"It contains the memory of other programs in {name_runs(shared)}, which the table leaves out."
     left_out = {interval.phase for trace in traces for interval in trace.phases} & {*TRIAL_PHASES, PROFILE}
     if left_out:
         phases, are = ("phases", "are") if len(left_out) > 1 else ("phase", "is")
