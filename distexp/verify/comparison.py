@@ -135,9 +135,8 @@ class Comparison:
             # The noise of one number may be small by coincidence, but the weights differ as before, or more.
             self.loss_noise = max(self.loss_noise, relative(noisy, expected))
             error = self._loss_error(expected, noisy, found, number, self.loss_noise)
-            if (
-                self.precision == "fp32" and error[0] > error[1]
-            ):  # Gradients show amplified rounding that a loss may not.
+            # Gradients show amplified rounding that a loss may hide.
+            if self.precision == "fp32" and error[0] > error[1]:
                 error = self._loss_error(expected, noisy, found, number, self._noise(number))
             self.add("loss", step, {"loss": error}, value=found, expected=expected)
         self._compare_gradients(number)
