@@ -34,7 +34,7 @@ JOB = "job.json"
 SGD = ("train.optimizer=sgd", "train.momentum=0", "train.weight_decay=0", "train.learning_rate=0.05")
 UPDATES = ("train.weight_decay=0.1", "train.eps=1e-6")
 SMALL_RATE = "train.learning_rate=0.005"
-"""Learning rate of SGD with batch norms or router losses. With 0.05, a ResNet diverges: rounding changes evaluations."""
+"""Learning rate of SGD with batch norms or router losses. With 0.05, a ResNet diverges, and so do its losses."""
 
 SHARED_EPS = "train.eps=1e-4"
 """Epsilon if workers share layers: rounding errors of tiny gradients then exceed those of the noise run."""
