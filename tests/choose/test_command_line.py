@@ -83,8 +83,8 @@ def test_an_interrupted_search_is_resumed(tmp_path: Path) -> None:
     stdout, stderr = process.communicate(timeout=START_S)
     assert (process.returncode, stdout) == (130, ""), stderr
     # On a busy machine the launcher may not have seen the first record yet, or may be some trials further.
-    counted = r"interrupted after (0 trials\.|1 trial\. It is kept\.|\d+ trials\. They are kept\.) To continue: distexp resume "
-    assert re.search(counted + re.escape(str(folder)), stderr), stderr
+    counted = r"interrupted after (0 trials\.|1 trial\. It is kept\.|\d+ trials\. They are kept\.) To continue: "
+    assert re.search(f"{counted}distexp resume " + re.escape(str(folder)), stderr), stderr
     first = (folder / "0" / "record.json").stat().st_mtime
     done = run_distexp("resume", str(folder), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
