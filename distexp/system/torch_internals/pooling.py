@@ -17,7 +17,7 @@ repaired: list[Any] = []
 def repair_kernel(device: torch.device) -> None:
     """Let gradients of padded, channels-last images be right on a GPU; for this process.
 
-    CUDA's kernel ignores the padding in torch 2.11 to 2.13 (pytorch/pytorch#188344).
+    CUDA's kernel ignores the padding in some versions, such as torch 2.11 (pytorch/pytorch#188344).
     """
     if not repaired and not has_right_kernel(device):
         library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
